@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 from jax import lax
 from jax.interpreters import ad as _ad  # noqa: TID251
 from jax.interpreters import batching, mlir  # noqa: TID251
@@ -26,13 +27,23 @@ CHECKPOINTED_WHILE = _jax.CHECKPOINTED_WHILE
 ad: Any = _ad  # `Any`: only some of its functions have type annotations
 pe: Any = _pe
 
+LINEAR_WHILE: Any = jex.Primitive("linear_while")
+"""A `checkpointed_while` whose forward pass has run: its first operands are the values that the
+forward pass kept, for the backward pass alone. The parameter `kept` is their number; `unknown` has
+one bool for each of the other operands: whether it is a tangent."""
+
 _ADDED_PARAMS = ("checkpoints", "place")
+_OF_LINEAR = ("kept", "unknown")
 
 
 def split_params(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the parameters of JAX's `while`, and the parameters that this package adds."""
     added = {name: params[name] for name in _ADDED_PARAMS}
-    return {k: v for k, v in params.items() if k not in _ADDED_PARAMS}, added
+    return {k: v for k, v in params.items() if k not in (*_ADDED_PARAMS, *_OF_LINEAR)}, added
+
+
+def without_kept(values: Sequence[Any], params: Mapping[str, Any]) -> Sequence[Any]:
+    return values[params.get("kept", 0) :]
 
 
 def _make_checkpointed(equation: Any, added: Mapping[str, Any]) -> Any:
@@ -76,15 +87,16 @@ def checkpointed_while_loop(
 
 
 def _abstract_eval(*avals: Any, **params: Any) -> Any:
-    return WHILE.abstract_eval(*avals, **split_params(params)[0])
+    return WHILE.abstract_eval(*without_kept(avals, params), **split_params(params)[0])
 
 
 def _bind_while(*args: Any, **params: Any) -> Any:
-    return WHILE.bind(*args, **split_params(params)[0])
+    return WHILE.bind(*without_kept(args, params), **split_params(params)[0])
 
 
-def batch_loop(axis_data: Any, args: Any, batch_dims: Any, **params: Any) -> Any:
+def _batch_loop(axis_data: Any, args: Any, batch_dims: Any, **params: Any) -> Any:
     while_params, added = split_params(params)
+    args, batch_dims = without_kept(args, params), without_kept(batch_dims, params)
     out_dims: list[Any] = []
 
     def run(*args: Any) -> Any:
@@ -97,9 +109,10 @@ def batch_loop(axis_data: Any, args: Any, batch_dims: Any, **params: Any) -> Any
     return _run_checkpointed(program, args, added), out_dims
 
 
-def differentiate_forward(primals: Any, tangents: Any, **params: Any) -> Any:
+def _differentiate_forward(primals: Any, tangents: Any, **params: Any) -> Any:
     """The JVP of a `checkpointed_while`: JAX's JVP of `while`, with its loop replaced."""
     while_params, added = split_params(params)
+    primals, tangents = without_kept(primals, params), without_kept(tangents, params)
     nonzero_positions = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
     zeros_or_none: list[Any] = []
 
@@ -140,12 +153,13 @@ def _partial_eval(policy: Any, is_unknown: Any, instantiate: Any, equation: Any)
     return _make_checkpointed(known, added), _make_checkpointed(staged, added), *rest
 
 
-CHECKPOINTED_WHILE.multiple_results = True
-CHECKPOINTED_WHILE.def_impl(_bind_while)
-CHECKPOINTED_WHILE.def_effectful_abstract_eval(_abstract_eval)
-mlir.register_lowering(CHECKPOINTED_WHILE, mlir.lower_fun(_bind_while, multiple_results=True))
-batching.fancy_primitive_batchers[CHECKPOINTED_WHILE] = batch_loop
-ad.primitive_jvps[CHECKPOINTED_WHILE] = differentiate_forward
+for _primitive in (CHECKPOINTED_WHILE, LINEAR_WHILE):
+    _primitive.multiple_results = True
+    _primitive.def_impl(_bind_while)
+    _primitive.def_effectful_abstract_eval(_abstract_eval)
+    mlir.register_lowering(_primitive, mlir.lower_fun(_bind_while, multiple_results=True))
+    batching.fancy_primitive_batchers[_primitive] = _batch_loop
+    ad.primitive_jvps[_primitive] = _differentiate_forward
 pe.partial_eval_jaxpr_custom_rules[CHECKPOINTED_WHILE] = _partial_eval
 if WHILE in pe.dce_rules:  # JAX >= 0.12
     pe.dce_rules[CHECKPOINTED_WHILE] = _eliminate_dead_code

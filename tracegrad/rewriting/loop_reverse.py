@@ -15,35 +15,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad as _ad  # noqa: TID251
-from jax.interpreters import batching, mlir  # noqa: TID251
 from jax.interpreters import partial_eval as _pe  # noqa: TID251
 
 from tracegrad import _jax
 from tracegrad.rewriting import loop_schedule as schedule
 from tracegrad.rewriting.loop_primitive import (
     CHECKPOINTED_WHILE,
+    LINEAR_WHILE,
     WHILE,
-    batch_loop,
     checkpointed_while_loop,
-    differentiate_forward,
     split_params,
 )
 
 ad: Any = _ad  # some of its functions have type annotations, and others do not
 pe: Any = _pe
-
-_LINEAR: Any = jex.Primitive("linear_while")
-"""The tangents that a loop returns, as a linear function of the tangents among its operands.
-
-The first operands are values from the forward run; the parameter `kept` is their number. The other
-operands are the operands of the loop; the parameter `unknown` has one bool for each of these:
-whether it is a tangent. `while_params` below are JAX's parameters of the loop, `added` are
-`checkpoints` and `place`.
-"""
 
 
 def bind_checkpointed_while(operands: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
@@ -70,7 +58,7 @@ def _find_known_part(while_params: Mapping[str, Any], avals: Any, unknown: Seque
 
 
 def _linearise(trace: Any, *tracers: Any, **params: Any) -> Any:
-    """The partial evaluation of a loop: runs its known part, and binds `_LINEAR` for the rest."""
+    """The partial evaluation of a loop: runs its known part; binds `LINEAR_WHILE` for the rest."""
     while_params, added = split_params(params)
     unknown = [not tracer.is_known() for tracer in tracers]
     avals = [tracer.aval for tracer in tracers]
@@ -83,10 +71,11 @@ def _linearise(trace: Any, *tracers: Any, **params: Any) -> Any:
     known_params, unknown = parts
     known_args = [t.pval.get_known() for t, u in zip(tracers, unknown, strict=True) if not u]
     outs, kept = _run_and_record(known_args, known_params, added)
-    tangents = trace.default_process_primitive(
-        _LINEAR, [*kept, *tracers], {**params, "unknown": tuple(unknown), "kept": len(kept)}
-    )
-    return _merge(_split_operands(while_params, unknown)[2], outs, tangents)
+    linear = {**params, "unknown": tuple(unknown), "kept": len(kept)}
+    results = trace.default_process_primitive(LINEAR_WHILE, [*kept, *tracers], linear)
+    *_, is_unknown = _split_operands(while_params, unknown)
+    tangents = [result for result, u in zip(results, is_unknown, strict=True) if u]
+    return _merge(is_unknown, outs, tangents)
 
 
 def _merge(choose: Sequence[bool], no: Sequence[Any], yes: Sequence[Any]) -> list[Any]:
@@ -287,81 +276,32 @@ def _aval(arg: Any) -> Any:
 
 
 def _transpose_loop(cotangents: Any, *args: Any, **params: Any) -> list[Any]:
-    """Transposes a loop that is linear in the unknown operands. Runs the known part first, to keep
-    its states."""
+    """Transposes a loop that is linear in the unknown operands; returns a cotangent for each
+    unknown operand, and None for the others. A loop without kept values runs its known part first.
+    """
     while_params, added = split_params(params)
-    unknown = [ad.is_undefined_primal(arg) for arg in args]
-    parts = _find_known_part(while_params, [_aval(arg) for arg in args], unknown)
-    if parts is None:
-        raise ValueError(f"{added['place']} is not linear in the operands of its transpose")
-    known_params, unknown = parts
-    known_args = [arg for arg, u in zip(args, unknown, strict=True) if not u]
-    _, kept = _run_and_record(known_args, known_params, added)
-    _, _, unknown_carry = _split_operands(while_params, unknown)
-    of_unknown = [ct for ct, u in zip(cotangents, unknown_carry, strict=True) if u]
-    return _operand_cotangents(of_unknown, kept, args, unknown, while_params, added)
-
-
-def _loop_params(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    return split_params({k: v for k, v in params.items() if k not in ("unknown", "kept")})
-
-
-def _transpose_linear(cotangents: Any, *args: Any, **params: Any) -> list[Any]:
-    while_params, added = _loop_params(params)
-    kept, args = args[: params["kept"]], args[params["kept"] :]
-    answer = _operand_cotangents(cotangents, kept, args, params["unknown"], while_params, added)
-    return [*[None] * len(kept), *answer]
-
-
-def _operand_cotangents(
-    cts: Any, kept: Any, args: Any, unknown: Any, while_params: Any, added: Any
-) -> list[Any]:
-    """Returns a cotangent for each operand of a loop; None if the operand is not transposed."""
-    arrays = [ad.instantiate_zeros(ct) for ct in cts]
+    count = params.get("kept", 0)
+    kept: Sequence[Any] = args[:count]
+    args = args[count:]
+    unknown = params.get("unknown")
+    if unknown is None:
+        undefined = [ad.is_undefined_primal(arg) for arg in args]
+        parts = _find_known_part(while_params, [_aval(arg) for arg in args], undefined)
+        if parts is None:
+            raise ValueError(f"{added['place']} is not linear in the operands of its transpose")
+        known_params, unknown = parts
+        known_args = [arg for arg, u in zip(args, unknown, strict=True) if not u]
+        _, kept = _run_and_record(known_args, known_params, added)
+    *_, unknown_carry = _split_operands(while_params, unknown)
+    arrays = [
+        ad.instantiate_zeros(ct) for ct, u in zip(cotangents, unknown_carry, strict=True) if u
+    ]
     of_unknown = iter(_replay_backward(kept, args, unknown, while_params, added, arrays))
     of_operands = [next(of_unknown) if u else None for u in unknown]
-    return [ct if ad.is_undefined_primal(arg) else None for ct, arg in zip(of_operands, args)]
+    found = [ct if ad.is_undefined_primal(arg) else None for ct, arg in zip(of_operands, args)]
+    return [*[None] * count, *found]
 
 
-def _unknown_results(results: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
-    *_, unknown_outs = _split_operands(params, params["unknown"])
-    return [result for result, u in zip(results, unknown_outs, strict=True) if u]
-
-
-def _run_linear(*args: Any, **params: Any) -> list[Any]:
-    while_params, _ = _loop_params(params)
-    return _unknown_results(WHILE.bind(*args[params["kept"] :], **while_params), params)
-
-
-def _types_of_linear(*avals: Any, **params: Any) -> Any:
-    results, effects = WHILE.abstract_eval(*avals[params["kept"] :], **_loop_params(params)[0])
-    return _unknown_results(results, params), effects
-
-
-def _batch_linear(axis: Any, args: Any, places: Any, **params: Any) -> Any:
-    while_params, added = _loop_params(params)
-    args, places = args[params["kept"] :], places[params["kept"] :]
-    return tuple(
-        _unknown_results(each, params)
-        for each in batch_loop(axis, args, places, **while_params, **added)
-    )
-
-
-def _jvp_of_linear(primals: Any, tangents: Any, **params: Any) -> Any:
-    while_params, added = _loop_params(params)
-    primals, tangents = primals[params["kept"] :], tangents[params["kept"] :]
-    return tuple(
-        _unknown_results(each, params)
-        for each in differentiate_forward(primals, tangents, **while_params, **added)
-    )
-
-
-_LINEAR.multiple_results = True
-_LINEAR.def_impl(_run_linear)
-_LINEAR.def_effectful_abstract_eval(_types_of_linear)
-mlir.register_lowering(_LINEAR, mlir.lower_fun(_run_linear, multiple_results=True))
-batching.fancy_primitive_batchers[_LINEAR] = _batch_linear
-ad.primitive_jvps[_LINEAR] = _jvp_of_linear
-ad.primitive_transposes[_LINEAR] = _transpose_linear
+ad.primitive_transposes[LINEAR_WHILE] = _transpose_loop
 ad.primitive_transposes[CHECKPOINTED_WHILE] = _transpose_loop
 pe.custom_partial_eval_rules[CHECKPOINTED_WHILE] = _linearise
