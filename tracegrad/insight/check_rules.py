@@ -14,14 +14,15 @@ from tracegrad import _jax
 from tracegrad.insight.comparing import Comparison
 from tracegrad.insight.comparisons import Checked
 from tracegrad.insight.deliberate import Declared, is_meant, is_sample
-from tracegrad.insight.explaining.measuring import MeasuredPass
 from tracegrad.insight.finite_differences import Limits
 from tracegrad.insight.gradient_flow import RegionFlow, gradient_flow, is_among
-from tracegrad.insight.raising import Arithmetic, converted, in_double
-from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, has_gradient
+from tracegrad.insight.raising import Arithmetic, in_double
+from tracegrad.ir import CustomGradient, Graph, Occurrence, has_gradient
 from tracegrad.ir.authors import code_of_rule, is_jaxs_rule
+from tracegrad.ir.borders import why_not_widened
+from tracegrad.ir.editing import Op, around_each, place_of
 from tracegrad.ir.frames import OF_HOST_CALL
-from tracegrad.ir.occurrence import Path, origin_of_function
+from tracegrad.ir.occurrence import origin_of_function
 from tracegrad.tracing.rule_errors import words_at
 
 Run = Callable[[Sequence[Any]], Any]
@@ -33,13 +34,33 @@ def operands_in(
     program: Graph, leaves: Sequence[Any], arithmetic: Arithmetic
 ) -> dict[Occurrence, list[Any]]:
     """Returns the operands of each custom rule that runs; in a scan they are stacked over the
-    steps. JAX's own rules are left out.
+    steps. JAX's own rules are left out, and so are rules in a `while` loop or a `shard_map`, whose
+    inner values cannot be led out.
 
     Args:
       leaves: the arrays for the inputs of `program`.
-      arithmetic: runs rules and `while` loops.
+      arithmetic: runs the program.
     """
-    return _Operands(program, arithmetic).collect(leaves)
+
+    def is_shown(found: Occurrence) -> bool:
+        node, around = found.node, [node for node, _ in found.path]
+        is_rule = isinstance(node, CustomGradient) and not is_jaxs_rule(node)
+        return is_rule and not any(map(why_not_widened, around))
+
+    def show(op: Op, *operands: Any) -> list[Any]:
+        for array in (jnp.ones(()), *operands):  # a branch that is not taken shows zeros
+            op.show(array)
+        return op.results(*operands)
+
+    rules = program.find(is_shown)
+    edited = around_each(program, rules, show)
+    values = (variable.value for variable in program.variables)
+    outs = arithmetic.run_graph(edited.graph, [*leaves, *values])[len(program.outputs) :]
+    shown: dict[Any, list[Any]] = {}
+    for port, array in zip(edited.outs, outs, strict=True):
+        shown.setdefault(port.place, []).append(jnp.asarray(array))
+    found = {rule: shown[place_of(rule)] for rule in rules}
+    return {rule: arrays for rule, (ran, *arrays) in found.items() if ran.size and ran.all()}
 
 
 def check_rules(
@@ -60,48 +81,7 @@ def check_rules(
     """
     flow = gradient_flow(program)
     for rule, given in operands.items():
-        if isinstance(rule.node, CustomGradient):
-            yield from _check_rule(rule, given, flow, declared, limits(), random)
-
-
-class _Operands(MeasuredPass):
-    """The forward pass of `operands_in`."""
-
-    def __init__(self, program: Graph, arithmetic: Arithmetic) -> None:
-        super().__init__(program)
-        self._arithmetic = arithmetic
-
-    def collect(self, leaves: Sequence[Any]) -> dict[Occurrence, list[Any]]:
-        with self.collecting() as found:
-            self.forward(self.graph, [*leaves, *(v.value for v in self.graph.variables)], ())
-        measured = [(*self.keys[number], array) for number, array in found.items()]
-        taken = {cond: np.ravel(index) for kind, cond, _, index in measured if kind == "branch"}
-        operands: dict[Occurrence, list[Any]] = {}
-        for kind, rule, _, operand in measured:
-            if rule is not None and kind == "operand" and _has_run(rule.path, taken):
-                operands.setdefault(rule, []).append(operand)
-        return operands
-
-    def is_measured(self, node: Node) -> bool:
-        return isinstance(node, CustomGradient) or node.primitive is _jax.WHILE
-
-    def operation(self, here: Occurrence, operands: list[Any]) -> list[Any]:
-        if isinstance(here.node, CustomGradient) and not is_jaxs_rule(here.node):
-            for i, value in enumerate(operands):
-                self.note("operand", here, i, jnp.asarray, value)
-        results = self._arithmetic.run_node(here.node, operands)
-        return [converted(y, v.aval) for y, v in zip(results, here.node.outputs, strict=True)]
-
-
-def _has_run(path: Path, taken: Mapping[Occurrence | None, Any]) -> bool:
-    """Whether every branch on the path was taken (in a loop, at every step), and every loop ran."""
-    for depth, (node, name) in enumerate(path):
-        if node.primitive is _jax.SCAN and node.params["length"] == 0:
-            return False
-        index = taken.get(Occurrence(path[:depth], node))
-        if index is not None and not np.all(index == list(node.regions).index(name)):
-            return False
-    return True
+        yield from _check_rule(rule, given, flow, declared, limits(), random)
 
 
 def _check_rule(
