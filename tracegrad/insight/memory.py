@@ -5,14 +5,14 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 
 from tracegrad import _jax
 from tracegrad.insight.program_lines import ProgramLines
-from tracegrad.insight.xla_buffers import Buffer, Kind, account_of_buffers
+from tracegrad.insight.xla_buffers import Line, account_of_buffers
 from tracegrad.ir import folding
 from tracegrad.ir.importer import graph_of
 from tracegrad.ir.wording import in_units, name_of, some, table
@@ -26,27 +26,6 @@ from tracegrad.tracing.traced import find_traced
 _FEW = 0.01  # constants below this share of the total are not reported
 _ROWS = 12  # rows of the table in a terminal
 _COLUMNS = ("bytes", "share", "line", "scope", "what", "values", "kept for")
-
-
-@dataclass(frozen=True)
-class Line:
-    """The bytes that one line of the user's code, in one scope, holds at the peak.
-
-    Attributes:
-      size: bytes.
-      line: ``model.py:12 (Block.__call__)``; "" for arguments and constants.
-      scope: the named scopes around the line, ``encoder/block_0``.
-      kind: ``argument``, ``result``, ``residual``, ``gradient`` or ``activation``.
-      values: the types of the values, ``6 × f32[512,64]``.
-      kept_for: the operation that reads the largest value next.
-    """
-
-    size: int
-    line: str
-    scope: str
-    kind: Kind
-    values: str
-    kept_for: str
 
 
 @dataclass(frozen=True)
@@ -205,27 +184,24 @@ def memory(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> MemoryRepor
 # ------------------------------------------------------------------------------------------ lines
 
 
-def _lines(buffers: Sequence[Buffer]) -> list[Line]:
+def _lines(buffers: Sequence[Line]) -> list[Line]:
     """Groups buffers by line, scope and kind: the largest first, lines without a place last."""
-    groups: dict[tuple[str, str, Kind], list[Buffer]] = {}
+    groups: dict[tuple[str, ...], list[Line]] = {}
     for each in buffers:
         if each.size:
             groups.setdefault((each.line, each.scope, each.kind), []).append(each)
     lines = [
-        Line(
+        replace(
+            max(held, key=lambda each: each.size),
             size=sum(each.size for each in held),
-            line=line,
-            scope=scope,
-            kind=kind,
             values=_types(held),
-            kept_for=max(held, key=lambda each: each.size).kept_for,
         )
-        for (line, scope, kind), held in groups.items()
+        for held in groups.values()
     ]
     return sorted(lines, key=lambda line: (not line.line, -line.size))
 
 
-def _types(held: Sequence[Buffer]) -> str:
-    counts = Counter(each.type for each in held)
+def _types(held: Sequence[Line]) -> str:
+    counts = Counter(each.values for each in held)
     texts = [f"{n} × {text}" if n > 1 else text for text, n in counts.most_common()]
     return some(texts, 3)

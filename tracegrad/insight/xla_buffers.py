@@ -26,36 +26,27 @@ _AROUND = (UNDER_RULES, "checkpoint", "rematted_computation")  # scopes that no 
 
 
 @dataclass(frozen=True)
-class Buffer:
-    """A buffer that is in use at the peak.
+class Line:
+    """The bytes that one line of the user's code, in one scope, holds at the peak.
 
     Attributes:
       size: bytes.
+      line: ``model.py:12 (Block.__call__)``; "" for arguments and constants.
+      scope: the named scopes around the line, ``encoder/block_0``.
       kind: ``argument``, ``result``, ``residual`` (computed in the forward pass, and read in the
         backward pass), ``gradient`` (computed in the backward pass) or ``activation``.
-      type: the type of the value in the buffer, ``f32[64,512]``.
-      line: the line that computes the value, ``model.py:12 (Block.__call__)``; "" for an argument.
-      scopes: the names of the scopes around the operation that computes the value.
-      kept_for: the operation that reads the value next, at the peak or after it (in a loop, maybe
-        in the next iteration); for a value of the forward pass, the next operation of the backward
-        pass that reads it.
+      values: the types of the values, ``6 × f32[512,64]``.
+      kept_for: the operation that reads the largest value next, at the peak or after it (in a loop,
+        maybe in the next iteration); for a value of the forward pass, the next operation of the
+        backward pass that reads it.
     """
 
     size: int
-    kind: Kind
-    type: str
     line: str
-    scopes: tuple[str, ...]
+    scope: str
+    kind: Kind
+    values: str
     kept_for: str
-
-    @property
-    def scope(self) -> str:
-        """The scopes as text, without scopes that rules add, and scopes that JAX repeats around a
-        recomputed part."""
-        own = [name for name in self.scopes if name not in _AROUND]
-        if len(own) < len(self.scopes):
-            own = own[max((k for k, name in enumerate(own) if name == own[0]), default=0) :]
-        return "/".join(own)
 
 
 class Account(NamedTuple):
@@ -63,13 +54,13 @@ class Account(NamedTuple):
 
     Attributes:
       at: the last operation with a line of code that began before or at the peak.
-      buffers: the buffers in use at the peak.
+      buffers: the buffers in use at the peak, each as a line with one value.
       timeline: bytes in use at each instruction.
       constants: bytes of arrays that are part of the program.
     """
 
     at: str
-    buffers: list[Buffer]
+    buffers: list[Line]
     timeline: tuple[int, ...]
     constants: int
 
@@ -171,7 +162,7 @@ def _kind_of(allocation: Message) -> str:
 
 def _buffer(
     flow: ValueFlow, lines: ProgramLines, moment: int, value: Value, lasting: Kind | None, size: int
-) -> Buffer:
+) -> Line:
     """Describes a buffer that holds `value` at the instruction `moment`; `lasting`: the kind of the
     buffer of an argument or a result."""
     reads = sorted(flow.reads(value.part), key=lambda read: flow.order[read.reader.key])
@@ -187,21 +178,23 @@ def _buffer(
         made = next((reader for reader in later if reader.path), own)
     reader = next(iter(later if made.is_backward else back or later), None)
     kind = lasting or ("gradient" if made.is_backward else "residual" if back else "activation")
-    line = ""
-    scopes: tuple[str, ...] = ()
+    line = scope = ""
     if kind != "argument" and not made.name:
         line = f"copy of {made.path}"
     elif kind != "argument":
-        scopes = lines.scopes(made)
+        scope = _users_scope(lines.scopes(made))
         line = str(lines.origin(made) or f"XLA's {made.name}")
-    return Buffer(
-        size=size,
-        kind=kind,
-        type=value.type,
-        line=line,
-        scopes=scopes,
-        kept_for="the result" if kind == "result" else lines.describe(reader),
-    )
+    kept_for = "the result" if kind == "result" else lines.describe(reader)
+    return Line(size, line, scope, kind, value.type, kept_for)
+
+
+def _users_scope(scopes: Sequence[str]) -> str:
+    """Joins scopes, without those that rules add, and those that JAX repeats around a recomputed
+    part."""
+    own = [name for name in scopes if name not in _AROUND]
+    if len(own) < len(scopes):
+        own = own[max((k for k, name in enumerate(own) if name == own[0]), default=0) :]
+    return "/".join(own)
 
 
 def bytes_in_use(always: int, values: Iterable[Value], count: int) -> tuple[int, ...]:
