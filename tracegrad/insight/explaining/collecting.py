@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 
 from tracegrad.insight.explaining.observed import Key
-from tracegrad.insight.explaining.statistics import edge, exact, norms, of_parts
+from tracegrad.insight.explaining.statistics import edge, exact, of_parts
 from tracegrad.ir import Occurrence
 
 _STACKED = 1 << 23  # bytes; arrays with larger stacks are measured in their loop
-_OF_STACKS = (norms, exact, edge)  # the measures of stacks
+_OF_STACKS = (exact, edge)  # the measures of stacks
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["args"], meta_fields=["measure"])

@@ -38,7 +38,6 @@ from tracegrad.insight.explaining.statistics import (
     edge,
     exact,
     index,
-    norms,
     shown_by_edge,
 )
 from tracegrad.insight.explaining.visits import (
@@ -210,7 +209,7 @@ class MeasuredPass(Collector):
             visit = Visit(Occurrence(path, node), kept, given, active)
             for k, ct in enumerate(given if node in told else ()):
                 if ct is not None:
-                    self.note("ct", visit.here, k, measure_of_cotangents(self.detail), ct)
+                    self.note("ct", visit.here, k, exact, ct)
             if node not in kept.inner:
                 return self._pull_back(visit)
             results = self._backward_region(visit)
@@ -299,7 +298,7 @@ class MeasuredPass(Collector):
                 _, values = self.forward(region, operands, path)
             outs: list[Any] = [None] * count
             for j, ct in zip(carried, flowing, strict=True):
-                self.note("carry", visit.here, j, norms, ct)
+                self.note("carry", visit.here, j, exact, ct)
                 outs[j] = ct
             ins = self.backward(region, values, [*outs, *ct_y], wanted, path)
             flowing = [or_zeros(ins[first + j], operands[first + j]) for j in carried]
@@ -341,7 +340,3 @@ class MeasuredPass(Collector):
 
         branches = [branch(name) for name in regions]
         return self._switch(args[0], branches, (args[1:], list(visit.given)))
-
-
-def measure_of_cotangents(detail: Detail) -> Callable[[Any], Any]:
-    return norms if detail is Detail.FEW else exact

@@ -26,7 +26,6 @@ from tracegrad.differentiation.pull_back import active_inputs, node_vjp, reached
 from tracegrad.insight.explaining.custom_rules import refuse_closed_over
 from tracegrad.insight.explaining.cutting import is_large_call, runs_of
 from tracegrad.insight.explaining.detail import Detail
-from tracegrad.insight.explaining.measuring import measure_of_cotangents
 from tracegrad.insight.explaining.observed import Key, Observed, Places
 from tracegrad.insight.explaining.programs import Answer, Programs, programs_of
 from tracegrad.insight.explaining.statistics import INF, NAN, exact
@@ -151,8 +150,7 @@ class _Level:
         """Takes the cotangents of the outputs, and for which inputs `pull` is asked."""
         for k, ct in enumerate(given):
             if ct is not None and self.call is not None:
-                statistic = measure_of_cotangents(self.measured.detail)(ct)
-                self.measured.stats["ct", self.call, k] = np.asarray(statistic)
+                self.measured.stats["ct", self.call, k] = np.asarray(exact(ct))
         self.wanted = [v for v, chosen in zip(self.graph.inputs, wanted, strict=True) if chosen]
         self.reached = reached_from(self.graph, self.wanted, self.measured.walk)
         refuse_closed_over(self.measured.refused, self.graph, self.reached, self.path)

@@ -20,7 +20,7 @@ import numpy as np
 
 from tracegrad.rewriting.norms import over_largest
 
-# The positions of the numbers in `exact` (`norms` has its first two), and in `edge`.
+# The positions of the numbers in `exact` and in `edge`.
 NORM, ZEROS, NAN, INF, LEAST, GREATEST = range(6)
 EDGE_NAN, EDGE_INF, EDGE_NORM, EDGE_GIVEN, EDGE_OPERANDS = range(5)
 
@@ -107,13 +107,6 @@ def _vector(xp: Any, *values: Any) -> Any:
 def index(xp: Any, x: Any) -> Any:
     """Returns the index of a branch as a statistic."""
     return _vector(xp, x)
-
-
-@_by_numpy_or_xla
-def norms(xp: Any, x: Any, *, axes: int = 0) -> Any:
-    """Returns the norm and the share of zeros, for each index of the first `axes` axes."""
-    x = _magnitudes(xp, x)
-    return _vector(xp, _norm(xp, x, axes), _share_of_zeros(xp, x, axes))
 
 
 @_by_numpy_or_xla
