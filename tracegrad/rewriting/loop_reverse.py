@@ -232,7 +232,8 @@ def _make_condition_and_body(params: Any, args: Any) -> tuple[Any, Any]:
     of_condition, of_body, _ = _split_operands(params, args)
 
     def goes_on(state: Any) -> Any:
-        return _jax.eval_program(params["cond_jaxpr"], [*of_condition, *state])[0]
+        live = _jax.eval_program(params["cond_jaxpr"], [*of_condition, *state])[0]
+        return jnp.asarray(live)  # of a carry that begins as True, it is this Python bool
 
     def step(state: Any) -> Any:
         return _jax.eval_program(params["body_jaxpr"], [*of_body, *state])
@@ -286,41 +287,20 @@ def _aval(arg: Any) -> Any:
     return arg.aval if ad.is_undefined_primal(arg) else jax.typeof(arg)
 
 
-def _transpose_loop(cotangents: Any, *args: Any, **params: Any) -> list[Any]:
-    """Transposes a loop that is linear in the unknown operands. Runs the known part first, to keep
-    its states."""
-    while_params, added = split_params(params)
-    unknown = [ad.is_undefined_primal(arg) for arg in args]
-    parts = _find_known_part(while_params, [_aval(arg) for arg in args], unknown)
-    if parts is None:
-        raise ValueError(f"{added['place']} is not linear in the operands of its transpose")
-    known_params, unknown = parts
-    known_args = [arg for arg, u in zip(args, unknown, strict=True) if not u]
-    _, kept = _run_and_record(known_args, known_params, added)
-    _, _, unknown_carry = _split_operands(while_params, unknown)
-    of_unknown = [ct for ct, u in zip(cotangents, unknown_carry, strict=True) if u]
-    return _operand_cotangents(of_unknown, kept, args, unknown, while_params, added)
-
-
 def _loop_params(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return split_params({k: v for k, v in params.items() if k not in ("unknown", "kept")})
 
 
 def _transpose_linear(cotangents: Any, *args: Any, **params: Any) -> list[Any]:
+    """Returns a cotangent for each operand of a loop; None if the operand is not transposed."""
     while_params, added = _loop_params(params)
     kept, args = args[: params["kept"]], args[params["kept"] :]
-    answer = _operand_cotangents(cotangents, kept, args, params["unknown"], while_params, added)
-    return [*[None] * len(kept), *answer]
-
-
-def _operand_cotangents(
-    cts: Any, kept: Any, args: Any, unknown: Any, while_params: Any, added: Any
-) -> list[Any]:
-    """Returns a cotangent for each operand of a loop; None if the operand is not transposed."""
-    arrays = [ad.instantiate_zeros(ct) for ct in cts]
+    unknown = params["unknown"]
+    arrays = [ad.instantiate_zeros(ct) for ct in cotangents]
     of_unknown = iter(_replay_backward(kept, args, unknown, while_params, added, arrays))
     of_operands = [next(of_unknown) if u else None for u in unknown]
-    return [ct if ad.is_undefined_primal(arg) else None for ct, arg in zip(of_operands, args)]
+    answer = [ct if ad.is_undefined_primal(arg) else None for ct, arg in zip(of_operands, args)]
+    return [*[None] * len(kept), *answer]
 
 
 def _unknown_results(results: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
@@ -363,5 +343,4 @@ mlir.register_lowering(_LINEAR, mlir.lower_fun(_run_linear, multiple_results=Tru
 batching.fancy_primitive_batchers[_LINEAR] = _batch_linear
 ad.primitive_jvps[_LINEAR] = _jvp_of_linear
 ad.primitive_transposes[_LINEAR] = _transpose_linear
-ad.primitive_transposes[CHECKPOINTED_WHILE] = _transpose_loop
 pe.custom_partial_eval_rules[CHECKPOINTED_WHILE] = _linearise
