@@ -41,7 +41,7 @@ def with_integers(graph):
 
 
 def of_one(graph):
-    """The graph with a call of a function that returns one scalar, of another type than the call."""
+    """The graph with a call whose function returns a scalar; the call returns a matrix."""
     *before, call, total = graph.nodes
     ((name, region),) = call.regions.items()
     call = call.having(call.equation, {name: region.replace(outputs=[ONE])})
