@@ -76,6 +76,17 @@ def test_a_rule_changes_what_is_compiled():
     np.testing.assert_allclose(tg.trace(jnp.sin, rules=[doubled, doubled])(1.0), 4 * np.sin(1.0))
 
 
+def test_it_runs_at_once_where_a_trace_is_told_to():
+    half = tg.trace(lambda x: x / 2)
+
+    @jax.jit
+    def f(x):
+        with jax.ensure_compile_time_eval():
+            return x * float(half(jnp.float32(3.0)))
+
+    assert f(2.0) == 3.0
+
+
 def test_pytrees_and_keywords_come_and_go():
     @tg.trace
     def f(tree, *rest, **named):
