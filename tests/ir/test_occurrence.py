@@ -32,6 +32,8 @@ def test_an_origin_is_the_users_file_line_and_function():
     origin = only(tg.graph(two_lines, 1.0), "cos").origin
     assert (origin.file, origin.function) == (__file__, "two_lines")
     assert origin.line == line_of(two_lines, 2)
+    inner = only(tg.graph(lambda x: jax.jit(lambda x: two_lines(x))(x), 1.0), "cos")
+    assert [line.function.split(".")[-1] for line in inner.lines] == ["<lambda>", "two_lines"]
 
 
 @jax.jit

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.both_jax
 def net(x, w):
     a = jnp.sin(x)
     b = a @ w
-    return jnp.sum(jnp.tanh(b))
+    return jnp.sum(jax.jit(jnp.tanh)(b))
 
 
 @pytest.fixture
@@ -40,12 +40,21 @@ def with_integers(graph):
     return graph.replace(nodes=[node.with_renamed_values({old: new}) for node in graph.nodes])
 
 
+def of_one(graph):
+    """The graph with a call whose function returns a scalar; the call returns a matrix."""
+    *before, call, total = graph.nodes
+    ((name, region),) = call.regions.items()
+    call = call.having(call.equation, {name: region.replace(outputs=[ONE])})
+    return graph.replace(nodes=[*before, call, total])
+
+
 OTHER = tg.graph(net, jnp.ones((3, 3)), jnp.ones((3, 3)))
 ONE = Literal(np.float32(1), jax.typeof(np.float32(1)))
 NO_PROGRAMS = {
     "of another graph": lambda g: reading(g, g.nodes[2], OTHER.inputs[:1]),
     "dot_general": lambda g: reading(g, g.nodes[1], [g.nodes[1].inputs[0], ONE]),
     r"expected f32\[3,3\].*found i32\[3,3\]": with_integers,
+    r"results: expected f32\[\] at position 0, found f32\[3,3\]": of_one,
     "that nothing in it defines": lambda g: g.replace(nodes=g.nodes[:-1]),
 }
 

@@ -60,14 +60,14 @@ def in_scan_cond_jit(x):
     return lax.scan(step, x[0] ** 2, x)
 
 
-def with_keys_and_integers(x):
+def with_keys_and_flags(x):
     def step(carry):
-        key, y, i = carry
+        key, y, i, _ = carry
         key, sub = jax.random.split(key)
-        return key, y * x + jax.random.normal(sub, y.shape), i + 1
+        return key, y * x + jax.random.normal(sub, y.shape), i + 1, i < 6
 
-    start = (jax.random.key(0), x, jnp.uint8(0))
-    return lax.while_loop(lambda c: c[2] < 7, step, start)[1]
+    start = (jax.random.key(0), x, jnp.uint8(0), True)
+    return lax.while_loop(lambda c: c[3], step, start)[1]
 
 
 def complex_carry(x):
@@ -98,7 +98,7 @@ def of_scipy(x):
 
 
 X = np.array([0.7, 1.3, 0.4])
-FEW = {f.__name__: f for f in (nested, with_keys_and_integers, in_scan_cond_jit)}
+FEW = {f.__name__: f for f in (nested, with_keys_and_flags, in_scan_cond_jit)}
 MORE = {f.__name__: f for f in (*(traced_bound, complex_carry, of_scipy, recomputed, mixed_types),)}
 MORE["newton"] = lambda x: newton(x[1])
 
@@ -229,10 +229,18 @@ def test_the_derivative_of_a_loop_lets_no_value_out_of_its_trace():
     assert np.allclose([value, slope], [2.0, 0.25], rtol=1e-3)
 
 
-@pytest.mark.parametrize("compile", [lambda f: f, jax.jit], ids=["eager", "jax.jit"])
-def test_a_linearised_loop_runs_as_the_linear_function_that_it_is(compile):
+LINEAR = {
+    "eager": lambda f: f(3.0),
+    "jit": lambda f: jax.jit(f)(3.0),
+    "vmap": lambda f: jax.vmap(f)(jnp.array([3.0]))[0],
+    "jvp": lambda f: jax.jvp(f, (1.0,), (3.0,))[1],
+}
+
+
+@pytest.mark.parametrize("run", LINEAR.values(), ids=LINEAR)
+def test_a_linearised_loop_runs_as_the_linear_function_that_it_is(run):
     root, along = jax.linearize(checkpointed(newton), 4.0)
-    np.testing.assert_allclose([root, compile(along)(3.0)], [2.0, 3 / 4], rtol=1e-6)
+    np.testing.assert_allclose([root, run(along)], [2.0, 3 / 4], rtol=1e-6)
 
 
 def test_rules_of_a_trace_and_tapes_reach_loops():

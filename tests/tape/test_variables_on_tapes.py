@@ -24,6 +24,9 @@ def test_of_the_variables_that_a_traced_function_is_given_those_that_it_uses_are
             y = square((used, unused), 2.0)
         assert tape.watched_variables() == (used,)
         assert tape.gradient(y, [used, unused]) == [4 * float(used), None]
+    with GradientTape(watch_accessed_variables=False) as tape:
+        square((a, b), 2.0)
+    assert tape.watched_variables() == ()
 
 
 def test_an_assignment_is_not_differentiated_however_often_its_value_was_handed_on():

@@ -76,6 +76,17 @@ def test_a_rule_changes_what_is_compiled():
     np.testing.assert_allclose(tg.trace(jnp.sin, rules=[doubled, doubled])(1.0), 4 * np.sin(1.0))
 
 
+def test_it_runs_at_once_where_a_trace_is_told_to():
+    half = tg.trace(lambda x: x / 2)
+
+    @jax.jit
+    def f(x):
+        with jax.ensure_compile_time_eval():
+            return x * float(half(jnp.float32(3.0)))
+
+    assert f(2.0) == 3.0
+
+
 def test_pytrees_and_keywords_come_and_go():
     @tg.trace
     def f(tree, *rest, **named):
@@ -367,6 +378,12 @@ def test_it_rejects_what_jit_rejects_in_the_same_words(case):
         return " ".join(word for word in text.split() if "0x" not in word)
 
     assert message(tg.trace) == message(jax.jit)
+
+
+def test_a_part_of_a_reference_is_named():
+    refused = TypeError, NotImplementedError  # the latter by JAX before 0.12, without words
+    with pytest.raises(refused, match=r"^$|is a part of a reference"):
+        tg.trace(lambda part: part[...])(jax.new_ref(jnp.zeros(2)).at[0])
 
 
 def test_graph_rejects_it_too():

@@ -53,7 +53,7 @@ USES = {
     "indices": [lambda v: v[1], lambda v: v[::-1], lambda v: v[jnp.array([2, 0])]],
     "as an index": [lambda v: jnp.arange(9)[v.astype(int)]],
     "attributes": [lambda v: v.at[0].set(5.0), lambda v: v.T, lambda v: v.reshape(1, 3).sum(0)],
-    "Python's functions": [abs, lambda v: jnp.stack(list(v)), lambda v: jnp.array(len(v))],
+    "Python's functions": [abs, lambda v: round(v, -1), lambda v: jnp.array([len(v), *v])],
 }
 USES_OF_INTEGERS = {
     "&": [lambda v: v & 3, lambda v: 3 & v],

@@ -1149,14 +1149,15 @@ def test_a_state_that_is_assigned_and_not_read_again_is_healthy(slope):
     for _ in range(2):
         slope(loss)(x)
         mean.value
-    stopped, frozen = Variable(1.0), Variable(1.0, trainable=False)
+    stopped, frozen, replaced = Variable(1.0), Variable(1.0, trainable=False), Variable(1.0)
 
     def with_others(x):
         stopped.assign(jax.lax.stop_gradient(x * x))
         frozen.assign(x * x)
-        return (stopped.value + frozen.value) * x
+        replaced.assign(x * x).assign(2.0)
+        return (stopped.value + frozen.value + replaced.value) * x
 
-    assert float(slope(with_others)(x)) == 18.0
+    assert float(slope(with_others)(x)) == 20.0
 
 
 # ------------------------------------------------------------------------------------- lifetime

@@ -132,8 +132,9 @@ def call_params(program: Any, name: str, inline: Any) -> dict[str, Any]:
     """Returns the parameters of a call of a closed program by `jax.jit` without options, except the
     option `inline`."""
     with jax.disable_jit(False):
-        # The current mesh is a parameter, so trace a call now.
-        sample = jax.make_jaxpr(lambda: jax.jit(lambda: ())())()
-    counts = len(program.in_avals), len(program.out_avals)
-    params = wider_jit(sample.eqns[0].params, *counts)
+        # The current mesh is a parameter, so trace a call now. It has an operand: JAX would run
+        # another one at once inside of `jax.ensure_compile_time_eval`.
+        (call,) = jax.make_jaxpr(lambda x: jax.jit(lambda x: ())(x))(0).eqns
+    narrow = {k: () if isinstance(v, tuple) else v for k, v in call.params.items()}
+    params = wider_jit(narrow, len(program.in_avals), len(program.out_avals))
     return {**params, "jaxpr": program, "name": name, "inline": inline}

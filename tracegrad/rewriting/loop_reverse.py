@@ -221,7 +221,8 @@ def _make_condition_and_body(params: Any, args: Any) -> tuple[Any, Any]:
     of_condition, of_body, _ = _split_operands(params, args)
 
     def goes_on(state: Any) -> Any:
-        return _jax.eval_program(params["cond_jaxpr"], [*of_condition, *state])[0]
+        live = _jax.eval_program(params["cond_jaxpr"], [*of_condition, *state])[0]
+        return jnp.asarray(live)  # of a carry that begins as True, it is this Python bool
 
     def step(state: Any) -> Any:
         return _jax.eval_program(params["body_jaxpr"], [*of_body, *state])
@@ -275,33 +276,18 @@ def _aval(arg: Any) -> Any:
     return arg.aval if ad.is_undefined_primal(arg) else jax.typeof(arg)
 
 
-def _transpose_loop(cotangents: Any, *args: Any, **params: Any) -> list[Any]:
-    """Transposes a loop that is linear in the unknown operands; returns a cotangent for each
-    unknown operand, and None for the others. A loop without kept values runs its known part first.
-    """
+def _transpose_linear(cotangents: Any, *args: Any, **params: Any) -> list[Any]:
+    """Returns a cotangent for each operand of a loop; None if the operand is not transposed."""
     while_params, added = split_params(params)
-    count = params.get("kept", 0)
-    kept: Sequence[Any] = args[:count]
-    args = args[count:]
-    unknown = params.get("unknown")
-    if unknown is None:
-        undefined = [ad.is_undefined_primal(arg) for arg in args]
-        parts = _find_known_part(while_params, [_aval(arg) for arg in args], undefined)
-        if parts is None:
-            raise ValueError(f"{added['place']} is not linear in the operands of its transpose")
-        known_params, unknown = parts
-        known_args = [arg for arg, u in zip(args, unknown, strict=True) if not u]
-        _, kept = _run_and_record(known_args, known_params, added)
+    kept, args, unknown = args[: params["kept"]], args[params["kept"] :], params["unknown"]
     *_, unknown_carry = _split_operands(while_params, unknown)
-    arrays = [
-        ad.instantiate_zeros(ct) for ct, u in zip(cotangents, unknown_carry, strict=True) if u
-    ]
+    tangents = zip(cotangents, unknown_carry, strict=True)
+    arrays = [ad.instantiate_zeros(ct) for ct, is_unknown in tangents if is_unknown]
     of_unknown = iter(_replay_backward(kept, args, unknown, while_params, added, arrays))
     of_operands = [next(of_unknown) if u else None for u in unknown]
-    found = [ct if ad.is_undefined_primal(arg) else None for ct, arg in zip(of_operands, args)]
-    return [*[None] * count, *found]
+    answer = [ct if ad.is_undefined_primal(arg) else None for ct, arg in zip(of_operands, args)]
+    return [*[None] * len(kept), *answer]
 
 
-ad.primitive_transposes[LINEAR_WHILE] = _transpose_loop
-ad.primitive_transposes[CHECKPOINTED_WHILE] = _transpose_loop
+ad.primitive_transposes[LINEAR_WHILE] = _transpose_linear
 pe.custom_partial_eval_rules[CHECKPOINTED_WHILE] = _linearise

@@ -75,22 +75,17 @@ def check_cotangents(
     def function() -> str:
         return f"{'' if grad is None else ' ' + described(grad)} of {op.name}{at(where)}"
 
-    def types() -> str:
-        return ", ".join(_jax.type_text(jax.typeof(value)) for value in op.inputs)
-
     if len(given) != len(op.inputs):
+        types = ", ".join(_jax.type_text(jax.typeof(value)) for value in op.inputs)
         raise ValueError(
             f"The gradient function{function()} returned {counted(len(given), 'gradient')} for "
-            f"{counted(len(op.inputs), 'input')} ({types() or 'no arrays'}). Return one per input, "
+            f"{counted(len(op.inputs), 'input')} ({types or 'no arrays'}). Return one per input, "
             "or None for an input that has no gradient."
         )
 
-    def others() -> str:
-        return f"; the inputs are ({types()})" if len(given) > 1 else ""
-
     def checked(i: int) -> Any:
         aval = jax.typeof(op.inputs[i])
-        return check_cotangent(given[i], aval, function, lambda: f"input {i}", others)
+        return check_cotangent(given[i], aval, function, lambda: f"input {i}")
 
     return tuple(map(checked, range(len(given))))
 
@@ -100,13 +95,12 @@ def check_cotangent(
     expected: Any,
     function: Callable[[], str],
     name: Callable[[], str],
-    others: Callable[[], str] = str,
 ) -> Any:
     """Returns a gradient as an array of the type of its input; None if there is no gradient.
 
     For messages, `function` returns the gradient function and its owner, as in ``" 'grad' (a.py:1)
-    of mod"``, `name` the user's name for the input, and `others` words about the other inputs.
-    Raises ValueError or TypeError as `check_cotangents`.
+    of mod"``, and `name` the user's name for the input. Raises ValueError or TypeError as
+    `check_cotangents`.
     """
     if gradient is None or not _jax.has_gradient(expected):
         return None  # an integer input has no gradient, whatever was returned for it
@@ -114,7 +108,7 @@ def check_cotangent(
     def problem(got: str, advice: str) -> str:
         return (
             f"The gradient function{function()} returned {got} for the {name()}, which is "
-            f"{_jax.type_text(expected)}{others()}. {advice}"
+            f"{_jax.type_text(expected)}. {advice}"
         )
 
     try:

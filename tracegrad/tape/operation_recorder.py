@@ -88,9 +88,8 @@ class OperationRecorder(ForwardingTrace):
         `forms`: the direct forms of the function, or NotDirect, by active operands and orders.
         """
         operands = jax.tree.leaves((args, kwargs))
-        watching = self.watching(operands)
-        serves_one_record = self.is_top and len(watching) == len(self.records) == 1
-        if not (serves_one_record and self._may_save(watching)) or _jax.config.jax_disable_jit:
+        watching = self.watching(operands)  # the one record, or none: see `gives_back`
+        if not watching or _jax.config.jax_disable_jit:
             return jitted(*args, **kwargs)
         (record,) = watching
         key = record.active(operands), record.orders

@@ -98,7 +98,7 @@ class ForwardingTrace(jax.core.Trace):
 
     @property
     def gives_back(self) -> bool:
-        """Whether it calls `lending.give_back` for the values of `lending.show_values`."""
+        """Whether `call_jitted` serves, with `lending.give_back` for values of `show_values`."""
         return False
 
     def call_jitted(

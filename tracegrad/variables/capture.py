@@ -20,7 +20,6 @@ from tracegrad.ir.occurrence import Origin, calling_line
 from tracegrad.variables import kept_programs
 from tracegrad.variables.cut_gradients import (
     cut_gradient,
-    forget_cut,
     warn_if_cut,
     warn_of_cut,
 )
@@ -144,7 +143,6 @@ class Capture(Listener):
             if here is not self._trace and _jax.is_tracer(value):
                 self._refuse_inner(variable, value)
         else:
-            forget_cut(variable)
             value = _jax.fresh_alias(value)
         self._current[variable] = value
         self._assigned_at[variable] = calling_line()

@@ -12,6 +12,7 @@ import numpy as np
 
 from tracegrad import _jax
 from tracegrad.variables import kept_programs
+from tracegrad.variables.cut_gradients import forget_cut
 from tracegrad.variables.lending import hold, settle, store, stored_value, take_back
 from tracegrad.variables.listening import (
     assign_through_listeners,
@@ -153,7 +154,9 @@ class Variable:
 
         Raises ValueError for another shape, TypeError for another dtype.
         """
-        assign_through_listeners(self, self._checked(value), store)
+        value = self._checked(value)
+        forget_cut(self)
+        assign_through_listeners(self, value, store)
         return self
 
     def assign_add(self, delta: Any) -> Variable:
