@@ -6,9 +6,9 @@ values as the replaced code, so the operations that read these values do not cha
 one trace of the new code, and one new program for each enclosing region; a region that is called
 from several places is edited once if the edits in all its calls are equal.
 
-New code may close over arrays, or take arrays as further inputs of the graph (*taps*), and
-`show_each` makes values further outputs. Each such array crosses the borders of regions by a *port*
-(`borders.py`).
+New code may close over arrays, take arrays as further inputs of the graph (*taps*), or return
+arrays as further outputs (*shown* arrays). Each such array crosses the borders of regions by a
+*port* (`borders.py`).
 
 Editing by a function around an operation is an idea of qwix (context-oriented interception), and
 never changing a graph is an idea of penzai.
@@ -17,7 +17,7 @@ never changing a graph is an idea of penzai.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tracegrad import _jax
@@ -47,6 +47,7 @@ class Op:
     nodes: tuple[Node, ...]
     program: Any
     taps: Sequence[Any] = ()
+    shown: list[Any] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -63,6 +64,10 @@ class Op:
     def __call__(self, *operands: Any) -> Any:
         results = self.results(*operands)
         return results[0] if len(results) == 1 else results
+
+    def show(self, array: Any) -> None:
+        """Makes an array a further output of the graph: see `Edited.outs`."""
+        self.shown.append(array)
 
     def __repr__(self) -> str:
         return f"<Op {self.match}>"
@@ -106,7 +111,8 @@ def around_each(
         edits share a trace.
 
     Returns:
-      The graph and its ports. The inputs for taps come last.
+      The graph and its ports. The inputs for taps come last, and so do the outputs for shown
+      arrays.
 
     Raises GraphError for a wrong number or type of results, for matches that overlap, for a match
     that is not convex (a value leaves the match and comes back), and for a value that has to cross
@@ -134,9 +140,10 @@ def around_each(
             draft.graph.program, constants={}, inputs=inner, outputs=results, equations=equations
         )
         count = len(operands)
+        shown: list[Any] = []
 
         def run(*args: Any) -> list[Any]:
-            op = Op(match, tuple(members), program, args[count:])
+            op = Op(match, tuple(members), program, args[count:], shown)
             return _to_list(around(op, *args[:count]))
 
         place = members[0], match, draft.where
@@ -149,6 +156,7 @@ def around_each(
             scope=scope,
             shared=key and (key, traced),
             taps=taps(match),
+            shown=shown,
         )
         draft.replace(members, new, match)
 
@@ -243,7 +251,7 @@ def _edit_matches(
     depends_on: Callable[[Occurrence], Hashable],
 ) -> Edited:
     """Edits a graph with ``write_at(draft, nodes, match)`` at each match; adds inputs for taps,
-    outputs for shown values (both in the order of the matches) and constants."""
+    outputs for shown arrays (both in the order of the matches) and constants."""
     places = [(match.path, match) for match in matches]
     edited = _edit_region(graph, places, write_at, depends_on, Where(), {})
     inner = edited.graph

@@ -79,6 +79,7 @@ def write(
     scope: Any = None,
     shared: tuple[Any, dict[Any, Any]] | None = None,
     taps: Sequence[Any] = (),
+    shown: list[Any] | None = None,
     has_line: bool = True,
 ) -> Written:
     """Traces a function into nodes that define some values of a region.
@@ -92,13 +93,16 @@ def write(
         this scope.
       shared: a key of everything besides types that the trace depends on, and a cache of programs.
       taps: the types of the taps.
+      shown: the list to which `run` appends arrays that become outputs.
       has_line: whether the new nodes keep the lines at which they were traced; else all nodes are
         at the line of `beside`.
 
     Raises GraphError for a wrong number or type of results.
     """
+    shown = [] if shown is None else shown
 
     def run_checked(*args: Any) -> list[Any]:
+        shown.clear()
         with _jax.standing_for(_jax.below_scope(info.name_stack, info)):
             try:
                 new = list(run(*args))
@@ -112,7 +116,7 @@ def write(
                     f"each result of the match; the edit gave {len(new)}"
                 )
             pairs = zip(new, results, strict=True)
-            return [_convert_to_type(array, value.aval, match) for array, value in pairs]
+            return [*(_convert_to_type(array, value.aval, match) for array, value in pairs), *shown]
 
     info, settings = beside.source
     avals = [*(atom.aval for atom in operands), *taps]
@@ -195,7 +199,8 @@ def _make_defining_nodes(
     *,
     has_line: bool = False,
 ) -> Written:
-    """Returns nodes that define `results`: the nodes of a program of `operands` and taps.
+    """Returns nodes that define `results`: the nodes of a program of `operands` and taps. The
+    program returns the results, then further arrays to show.
 
     The nodes have equations and values of their own, so that one program can be written often.
     `function` is the nodes' `Node.function`, `key` the key of the match. The nodes get the scopes
@@ -207,7 +212,7 @@ def _make_defining_nodes(
     names: dict[Value, Atom] = dict(zip(inputs[:count], operands, strict=True))
     made = {value for equation in open_form.eqns for value in equation.outvars}
     others: dict[Value, Value] = {}  # results that are operands, literals, or an earlier result
-    for old, new in zip(results, open_form.outvars, strict=True):
+    for old, new in zip(results, open_form.outvars, strict=False):
         if isinstance(new, Value) and new in made and new not in names:
             names[new] = old
         else:
@@ -233,8 +238,9 @@ def _make_defining_nodes(
         return node_of(copy, function)
 
     nodes = list(map(copy_to_node, open_form.eqns))
+    outs = [Port((key,), atom) for atom in renamed(open_form.outvars[len(results) :], names)]
     renames = dict(zip(others, renamed(list(others.values()), names), strict=True))
-    return Written(nodes, renames, ins, constants=constants)
+    return Written(nodes, renames, ins, outs, constants)
 
 
 def _convert_to_type(new: Any, aval: Any, place: object) -> Any:
