@@ -89,7 +89,7 @@ class OperationRecorder(ForwardingTrace):
         """
         operands = jax.tree.leaves((args, kwargs))
         watching = self.watching(operands)  # the one record, or none: see `gives_back`
-        if not watching or _jax.config.jax_disable_jit:
+        if not watching or rules_in_force() or _jax.config.jax_disable_jit:
             return jitted(*args, **kwargs)
         (record,) = watching
         key = record.active(operands), record.orders
