@@ -91,6 +91,7 @@ def explain(
     _require_alive(selection)
     call = _trace(selection, has_aux)
     _refuse_references(call.program)
+    _require_scalar(fun, call.program, call.count)
     named = zip(selection.names, selection.leaves, selection.kinds, strict=True)
     leaves = {name: Static(leaf) if kind == "setting" else leaf for name, leaf, kind in named}
     # A model's functions and strings are not sources, unless `wrt` selects nothing else.
@@ -105,7 +106,6 @@ def explain(
         call.program,
         call.inputs,
         sources,
-        _seeds(fun, call.program, call.count),
         name=function_name(fun),
         unselectable={
             name: type_without_gradient(name, leaves[name], name in meant)
@@ -212,8 +212,8 @@ def _refuse_references(program: Graph) -> None:
             )
 
 
-def _seeds(fun: Callable[..., Any], program: Graph, count: int) -> list[Any]:
-    """Returns a cotangent for each output of the program, or None."""
+def _require_scalar(fun: Callable[..., Any], program: Graph, count: int) -> None:
+    """Raises TypeError unless the value, the first `count` outputs, is one float scalar."""
     outs = program.outputs[:count]
     is_scalar = count == 1 and getattr(outs[0].aval, "shape", None) == ()
     if not is_scalar or not jnp.issubdtype(dtype_of(outs[0]), jnp.floating):
@@ -223,4 +223,3 @@ def _seeds(fun: Callable[..., Any], program: Graph, count: int) -> list[Any]:
             "that of one float scalar. Explain the loss, not the train step. Return a sum or mean, "
             "weighted if you like (`has_aux=True` leaves out all but the first of a pair)"
         )
-    return [jnp.ones((), dtype_of(outs[0])), *[None] * (len(program.outputs) - 1)]

@@ -18,6 +18,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tracegrad import _jax
@@ -48,23 +49,22 @@ def measure(
     graph: Graph,
     sources: Sequence[bool],
     inputs: Sequence[Any],
-    seeds: Sequence[Any],
     detail: Detail,
 ) -> Observed:
-    """Measures a graph in a forward and a reverse pass.
+    """Measures a graph in a forward pass and in the reverse pass of its first output, a scalar.
 
     Args:
       graph: a traced function.
       sources: for each input whether it gets a cotangent.
       inputs: the arrays of the inputs.
-      seeds: for each output its cotangent, or None.
       detail: how much to measure.
     """
     found = _Measured(detail)
+    value, *others = graph.outputs
     # JAX's own checks would raise at the NaN that is to be explained.
     with jax.debug_nans(False), jax.debug_infs(False):
         level = _Level(found, graph)
-        level.seed(seeds, sources)
+        level.seed([jnp.ones((), dtype_of(value)), *[None] * len(others)], sources)
         outs = level.forward(inputs)
         found.note_each("output", outs)
         if detail is not Detail.FEW:
