@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,11 +13,7 @@ from tracegrad import _jax
 from tracegrad.differentiation.connectivity import connections
 from tracegrad.differentiation.smallest_cuts import CutsOnWay, smallest_cuts
 from tracegrad.insight.explaining.custom_rules import changed_rules
-from tracegrad.insight.explaining.cut_off import (
-    cut_off,
-    refusals,
-    state_of_model,
-)
+from tracegrad.insight.explaining.cut_off import cut_off, refusals
 from tracegrad.insight.explaining.detail import Detail
 from tracegrad.insight.explaining.not_finite import not_finite
 from tracegrad.insight.explaining.observed import Observed, Place
@@ -45,11 +41,9 @@ def explain_graph(
     program: Graph,
     inputs: Sequence[Any],
     sources: dict[str, int | None],
-    *,
     name: str,
-    unselectable: dict[str, Finding],
+    excused: Mapping[str, Finding],
     others: Mapping[int, str],
-    untrained: Collection[str],
 ) -> Explanation:
     """Explains the gradients of the first output of a graph, a float scalar.
 
@@ -59,9 +53,9 @@ def explain_graph(
       sources: maps the path of a source to the index of its input; to None if the type of the
         source has no gradient.
       name: the name of the function.
-      unselectable: the findings on the sources without an input, by their paths.
+      excused: for each source that need not get a gradient, the finding that says so if it gets
+        none: every source without an input, and the sources that are no parameters.
       others: the names of inputs that are not sources.
-      untrained: the sources that are not expected to get a gradient.
     """
     differentiated = {i for i in sources.values() if i is not None}
     reached = connections(program, differentiated)[0]
@@ -71,10 +65,8 @@ def explain_graph(
     for path, i in sources.items():
         if i is not None and i in reached:
             flowing[i] = True
-        elif path in untrained:
-            findings.append(state_of_model(path))
-        elif i is None:
-            findings.append(unselectable[path])
+        elif i is None or path in excused:
+            findings.append(excused[path])
         else:
             cuts = cuts or smallest_cuts(program, [0], differentiated)
             findings += cut_off(program, inputs, path, i, cuts[i])
