@@ -12,9 +12,9 @@ cotangents into others.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -27,7 +27,7 @@ from tracegrad.differentiation.pull_back import active_inputs, node_vjp, reached
 from tracegrad.insight.explaining.custom_rules import refuse_closed_over
 from tracegrad.insight.explaining.cutting import is_large_call, runs_of
 from tracegrad.insight.explaining.detail import Detail
-from tracegrad.insight.explaining.observed import Key, Observed, Places
+from tracegrad.insight.explaining.observed import Key, Observed, same_place
 from tracegrad.insight.explaining.programs import Answer, Programs, programs_of
 from tracegrad.insight.explaining.statistics import INF, NAN, exact
 from tracegrad.ir import (
@@ -233,11 +233,11 @@ class _Run:
         self._is_kept = any(node.effects for node in nodes)
         self._kept: Any = None
 
-    @cached_property
+    @functools.cached_property
     def _few(self) -> Programs:
         return programs_of(self._graph, Detail.FEW)
 
-    @cached_property
+    @functools.cached_property
     def _all(self) -> Programs:
         return programs_of(self._graph, Detail.ALL)
 
@@ -336,11 +336,15 @@ class _Run:
         """Returns the result of a program, and notes what it has measured, under the nodes of this
         run (the program may have been traced from an equal run)."""
         result, stats, refused = answer
-        place = Places(programs.graph.nodes, self.nodes, self.path)
+
+        @functools.cache
+        def ours(here: Occurrence) -> Occurrence:
+            return same_place(here, programs.graph, self._graph, self.path)
+
         for (kind, here, k), stat in stats.items():
-            self.measured.stats[kind, here and place.of(here), k] = stat
+            self.measured.stats[kind, here and ours(here), k] = stat
         for here, words in refused.items():
-            self.measured.refused.setdefault(place.of(here), words)
+            self.measured.refused.setdefault(ours(here), words)
         return result
 
 
