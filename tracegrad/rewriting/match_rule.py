@@ -11,8 +11,8 @@ from typing import Any, ParamSpec
 import jax
 import numpy as np
 
-from tracegrad.ir import Graph, Occurrence, Value, has_gradient
-from tracegrad.ir.editing import around_each, behind_each, behind_inputs
+from tracegrad.ir import Graph, Occurrence, Value
+from tracegrad.ir.editing import around_each, behind_inputs
 from tracegrad.ir.node_groups import refuse_references
 from tracegrad.ir.parameters import Parameters
 from tracegrad.ir.selector import Selector
@@ -56,12 +56,8 @@ class MatchRule:
     made_by: functools.partial[MatchRule] | None = None
 
     def __post_init__(self) -> None:
-        if self.identity is None or not self.of_parameters:
+        if self.identity is None or not isinstance(self.where, Parameters):
             check_selector(self.where)
-
-    @property
-    def of_parameters(self) -> bool:
-        return isinstance(self.where, Parameters)
 
     def parameters_in(self, graph: Graph) -> dict[Value, str]:
         """Returns the selected parameters of a graph with their paths; {} for a rule on
@@ -160,11 +156,3 @@ def edit_around(
     """Returns an edit that replaces each match with ``function(op, *operands)``, by
     `around_each`."""
     return lambda graph, matches: around_each(graph, matches, function, depends_on=depends_on).graph
-
-
-def edit_behind(function: Callable[[Any], Any]) -> Edit:
-    """Returns an edit that passes each float value that leaves a match through an identity, by
-    `behind_each`."""
-    return lambda graph, matches: (
-        behind_each(graph, matches, lambda match: function, selects=has_gradient).graph
-    )
