@@ -163,7 +163,7 @@ class FromOutside:
     """A NaN or Inf that no operation made: it is in an input of the graph, or in a constant."""
 
     index: int | None  # the index of the input
-    array: Any = None  # the constant
+    constant: Any = None  # an array or a number of the program
     user: Occurrence | None = None  # an operation that uses it
 
 
@@ -245,8 +245,8 @@ def _statistic(observed: Observed, maker: _Made | FromOutside) -> np.ndarray[Any
         return observed.get("value", maker.place, maker.k)
     if maker.index is not None:
         return observed.stats.get(("input", None, maker.index))
-    is_number = np.ndim(maker.array) == 0 or _jax.has_gradient(maker.array)
-    return np.asarray(exact(maker.array)) if maker.array is not None and is_number else None
+    is_number = np.ndim(maker.constant) == 0 or _jax.has_gradient(maker.constant)
+    return np.asarray(exact(maker.constant)) if maker.constant is not None and is_number else None
 
 
 def _makers(observed: Observed, place: Place, which: int = NAN) -> list[_Made | FromOutside]:
