@@ -44,8 +44,9 @@ def _find_known_part(while_params: Mapping[str, Any], avals: Any, unknown: Seque
     part omits it.
 
     The known part computes all values that do not depend on the unknown operands. It omits these
-    operands, and the carried values that come to depend on them (tangents that are zero at first).
-    Returns None if the number of steps depends on an unknown operand.
+    operands. It also omits a carried value that starts with a known operand, but depends on unknown
+    operands after some step (a tangent that is zero at first). Returns None if the number of steps
+    depends on an unknown operand.
     """
     program = jax.make_jaxpr(lambda *args: WHILE.bind(*args, **while_params))(*avals)
     (equation,) = _jax.opened(program).eqns

@@ -34,10 +34,10 @@ P = ParamSpec("P")
 class MatchRule:
     """A rule: its name, the selector that finds its matches, and the edit at the matches.
 
-    ``edit(graph, matches)`` returns the edited graph. If the rule selects parameters
-    (`match.param`), each passes through the function ``identity(path)``. If that function refuses
-    forward mode, a parameter of an outer gradient passes through ``outer_identity(path)``, which
-    does not change tangents.
+    ``edit(graph, matches)`` returns the edited graph. A rule that selects parameters
+    (`match.param`) passes each through the function ``identity(path)``. A rule whose function
+    refuses forward mode also has ``outer_identity(path)``, for the parameters of an outer gradient
+    (`apply_to_outer`): this function changes cotangents, but not tangents.
 
     A call of the rule raises:
       NoMatchError: nothing matches (unless `missing_ok`).

@@ -124,7 +124,7 @@ def with_traced_gradient(
 
     Args:
       results: arrays of the types of the results.
-      marked: a function with a mark (`ir.frames`), which becomes the mark of the rule.
+      marked: a function with a mark of `ir.frames`; the rule gets the same mark.
       count: the number of operands, from the first on, that are inputs of `gradient`; default: all.
         The other operands have no gradient.
     """

@@ -44,7 +44,8 @@ def not_finite(found: Occurrence, given: float, is_all: bool) -> Cure:
     Args:
       found: the node.
       given: the cotangent; NaN if it is not known.
-      is_all: see `culprits.is_all_of_its_rule`.
+      is_all: whether the backward of the rule around the node adds nothing finite to the NaNs and
+        Infs that it makes.
     """
     around = rule_around(found)
     is_vjp = isinstance(around.node, CustomGradient) and around.node.kind == "vjp"

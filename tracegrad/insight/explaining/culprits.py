@@ -265,8 +265,8 @@ def _maker(
     """Returns the operation that computed a value (followed into and out of regions), or the input
     or constant that the value is.
 
-    `steps`: the steps of the scans around the value. If there are fewer steps than scans, the
-    result is for no particular step.
+    `steps`: the steps of the scans around the value, from the outermost scan on. If the step of an
+    inner scan is left out, the returned place leaves it out as well.
     """
     gone_round: set[Path] = set()
     while True:

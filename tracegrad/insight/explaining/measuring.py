@@ -74,10 +74,11 @@ class MeasuredPass(Collector):
       graph: a traced function.
       detail: how much is measured, `Detail.FEW` or `Detail.ALL`.
 
-    For `refused` see `Observed`.
+    Attributes:
+      refused: the nodes that JAX cannot differentiate, each with JAX's message.
     """
 
-    def __init__(self, graph: Graph, detail: Detail = Detail.FEW):
+    def __init__(self, graph: Graph, detail: Detail):
         super().__init__()
         self.graph = graph
         self.detail = detail

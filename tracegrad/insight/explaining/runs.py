@@ -212,8 +212,8 @@ class _Run:
         users, members = level.graph.users, set(nodes)
         self.nodes, self.path, self.measured = nodes, level.path, level.measured
         self.inputs = list(dict.fromkeys(v for n in nodes for v in n.operands if v not in made))
-        # A value that nothing uses is an output, too: in an equal run it may be used later (the
-        # count of random numbers drawn, after the last layer).
+        # A value that nothing uses is an output, too, so that the run of the last layer equals the
+        # runs before it. (Each layer passes on the count of random numbers drawn.)
         self.outputs = [
             v
             for node in nodes
