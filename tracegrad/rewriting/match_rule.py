@@ -17,7 +17,7 @@ from tracegrad.ir.node_groups import refuse_references
 from tracegrad.ir.parameters import Parameters
 from tracegrad.ir.selector import Selector
 from tracegrad.ir.wording import brief, name_of, shortened
-from tracegrad.rewriting.edits import (
+from tracegrad.rewriting.matches import (
     check_parameters,
     check_selector,
     find_matches,
