@@ -111,7 +111,7 @@ def is_all_of_its_rule(observed: Observed, place: Place) -> bool:
     A backward that recomputes its function sums the contributions of several uses of a value. A
     result that is not finite then has finite terms, which a cure of the whole rule would discard.
     """
-    rule = by_rule.rule_around(place.occurrence)
+    rule = by_rule.outermost_rule(place.occurrence)
     path = rule.into("backward")
     if rule is place.occurrence or not _lies_in(place.occurrence, path):
         return False
@@ -275,7 +275,7 @@ def _maker(
             return FromOutside(None, value.val)
         if value in region.constants:
             return FromOutside(None, region.constants[value])
-        is_exact = len(steps) == sum(node.primitive is _jax.SCAN for node, _ in path)
+        knows_each_step = len(steps) == sum(node.primitive is _jax.SCAN for node, _ in path)
         node = region.producers.get(value)
         if node is not None:
             place = Place(Occurrence(path, node), steps)
@@ -291,7 +291,7 @@ def _maker(
                 continue
             ran = observed.branches(place) if node.primitive is _jax.COND else []
             path, value = inside_result(place.occurrence, value, next(iter([*ran, *node.regions])))
-            if is_scan and is_exact:
+            if is_scan and knows_each_step:
                 steps = (*steps, _bad_value_step(observed, path, steps, value, which))
             continue
         around = outside(path, value) if path else []
@@ -299,7 +299,7 @@ def _maker(
             return FromOutside(None if path else region.inputs.index(value))
         outer, *before = around
         call = path[-1][0]
-        if call.primitive is _jax.SCAN and not is_exact:
+        if call.primitive is _jax.SCAN and not knows_each_step:
             path, value = outer if path in gone_round else around[-1]
             gone_round.add(path)
             continue

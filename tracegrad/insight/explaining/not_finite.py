@@ -143,7 +143,7 @@ def _forward_finding(
         words += f"; in the reverse pass {product.node.name}{where} multiplies a cotangent by that"
         # The result is finite, so the cotangent is zero where a contraction makes NaN of the NaN.
         given = 0.0 if product.node.op in operations.CONTRACTIONS else factor_of.given
-        rule = by_rule.not_finite(product, given, False)
+        rule = by_rule.cure_bad_vjp(product, given, False)
     words, cure = _with_float16(found.node, words, cure)
     return Finding.of(
         found,
@@ -223,7 +223,7 @@ def _backward_finding(
     is_inf = node.op == "log" and has_inf(observed, place)
     ends = users(observed, place, of_inf=True) if is_inf else []
     is_limit = culprit.given == 0 and not operations.BOUNDED.issuperset(ends)
-    of_rule = {} if is_limit else by_rule.not_finite(found, culprit.given, is_all)
+    of_rule = {} if is_limit else by_rule.cure_bad_vjp(found, culprit.given, is_all)
     words += f"{places} is not finite{through}{_made_before(observed, culprit)}"
     words, cure = _with_float16(node, words, cure)
     return Finding.of(
