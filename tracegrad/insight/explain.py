@@ -143,16 +143,18 @@ def _require_alive(selection: Partition) -> None:
 def _trace(
     selection: Partition, has_aux: bool
 ) -> tuple[Graph, list[Any], dict[str, int | None], dict[int, str]]:
-    """Traces the call of a selection. Raises unless the first output is a float scalar that can be
-    differentiated by parts.
-
-    Returns:
-      The program, the values of its inputs, for each selected leaf the index of its input (None if
-      its type has no gradient), and the names of the other inputs.
+    """Traces the call of a selection.
 
     The inputs of the program are all arrays among the arguments. If the function needs the value of
     an array that is not selected (an `if` on a flag), they are only the selected leaves, as under
     `jax.grad`.
+
+    Returns:
+      The program; the values of its inputs; for each selected leaf the index of its input, None if
+      its type has no gradient; and the names of the other inputs.
+
+    Raises TypeError unless the value is one float scalar, and NotImplementedError if the function
+    makes a `jax.Ref`.
     """
     part = selection.differentiable("none")
     chosen, others = part.leaves, [leaf for _, leaf in part.all_leaves]
