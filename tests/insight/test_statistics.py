@@ -15,8 +15,7 @@ from tracegrad.insight.explaining.streams import total
 def norm_in_scope(scope, loss, *args):
     """The norm, over all steps, of the cotangent of the last result of a scope."""
     sources = [True, *[False] * (len(args) - 1)]
-    seeds = [jnp.ones(())]
-    observed = measure(tg.graph(loss, *args), sources, args, seeds, Detail.FEW)
+    observed = measure(tg.graph(loss, *args), sources, args, Detail.FEW)
     given = (stat for found, _, stat in observed.of("ct") if found.scopes == (scope,))
     return total(next(given)[..., NORM])  # the reverse pass starts with the last
 

@@ -37,7 +37,7 @@ class Pullback:
 
     program: OpenedProgram
     differentiable: Sequence[bool]  # for each output, whether the program takes its cotangent
-    returned: Sequence[bool]  # for each input, whether the program returns its gradient
+    structure: Any  # of the gradients: a list with None for each input without one
 
     def __call__(self, residuals: Sequence[Any], dys: Sequence[Any]) -> list[Any]:
         cotangents = [
@@ -45,8 +45,8 @@ class Pullback:
             for dy, is_differentiable in zip(dys, self.differentiable)
             if is_differentiable
         ]
-        gradients = iter(self.program(residuals, cotangents))
-        return [next(gradients) if is_returned else None for is_returned in self.returned]
+        found = self.program(residuals, cotangents)
+        return list(jax.tree.unflatten(self.structure, found))
 
 
 def trace_pullback(
@@ -64,7 +64,6 @@ def trace_pullback(
     # If no output is a float, `gradients` takes all cotangents. These are zeros, so a gradient that
     # depends on one is an error.
     taken = differentiable if has_gradient else [_is_number(aval) for aval in outputs]
-    returned: list[bool] = []
 
     def gradients(*cotangents: Any) -> list[Any]:
         flowing = iter(cotangents)
@@ -72,16 +71,14 @@ def trace_pullback(
             next(flowing) if takes else zero_cotangent(aval) for aval, takes in zip(outputs, taken)
         ]
         try:
-            checked = compute_input_gradients(fun, args, grad_fn, arrays, dys)
+            return compute_input_gradients(fun, args, grad_fn, arrays, dys)
         except TypeError as error:
             if has_gradient:
                 raise
             raise TypeError(_no_cotangent_message(fun, grad_fn, outputs)) from error
-        returned[:] = [gradient is not None for gradient in checked]
-        return [gradient for gradient in checked if gradient is not None]
 
     avals = [aval.update(weak_type=False) for aval, takes in zip(outputs, taken) if takes]
-    traced = jax.make_jaxpr(gradients)(*avals)
+    traced, shapes = jax.make_jaxpr(gradients, return_shape=True)(*avals)
     if not has_gradient and avals:
         if any(dependence(graph_of(traced))):
             raise TypeError(_no_cotangent_message(fun, grad_fn, outputs))
@@ -89,7 +86,7 @@ def trace_pullback(
         run_with_zeros = functools.partial(_jax.eval_program, traced, zeros)
         traced = jax.make_jaxpr(run_with_zeros)()
     program, residuals = OpenedProgram.of(traced)
-    return Pullback(program, differentiable, returned), residuals
+    return Pullback(program, differentiable, jax.tree.structure(shapes)), residuals
 
 
 def _no_cotangent_message(

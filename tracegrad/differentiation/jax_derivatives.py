@@ -8,7 +8,7 @@ only calls JAX's function. While no thread has rules, JAX is unchanged.
 A name that was imported before (``from jax import grad``) is still JAX's function, and a derivative
 that was made before the trace began is still JAX's derivative. Both differentiate without the
 rules; if a rule then matches an operation in their code, the rule raises an error (see
-`rewriting.edits`).
+`rewriting.matches`).
 """
 
 from __future__ import annotations

@@ -186,8 +186,7 @@ def _check(
             "none. Is its `return` missing?"
         )
     declared = predicate_of(deliberate, program)
-    with jax.enable_x64(double):
-        is_exact = is_in_double(program)
+    is_exact = is_in_double(program)
     with jax.enable_x64(True):
         operands = operands_in(program, leaves, Arithmetic(is_exact))
         leaves = in_double(leaves)
@@ -256,6 +255,8 @@ def _traced(
             ]
             program = graph(flat, leaves)
             nodes = [node for region in program.regions_below for node in region.nodes]
-            if all(can_trace_faces(node) for node in nodes if isinstance(node, CustomGradient)):
+            rules = [node for node in nodes if isinstance(node, CustomGradient)]
+            refusing = [rule for rule in rules if not can_trace_faces(rule)]  # traces them all here
+            if not refusing:
                 break
     return program, leaves, chosen.names

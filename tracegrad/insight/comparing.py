@@ -45,8 +45,8 @@ class Comparison:
       names: the names of the leaves in the report.
       limits: how far numbers may differ.
       random: a random generator of NumPy.
-      whole: if it is not empty, forward mode takes all leaves at once, under this name. Reverse
-        mode takes them one by one, and so names the one that is wrong.
+      whole: the name of all leaves together. With a name, forward mode checks all leaves at once,
+        under this name; with "", it checks each leaf, as reverse mode always does.
       before: the modes that gave the functions, if these are derivatives themselves.
       begin: reports each step as progress.
     """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ from tracegrad.differentiation.checks import pair
 from tracegrad.differentiation.gradient_types import is_numeric, type_of
 from tracegrad.differentiation.partition import Partition
 from tracegrad.differentiation.wrt import Wrt, check_wrt, partition
-from tracegrad.insight.explaining.cut_off import type_without_gradient
+from tracegrad.insight.explaining.cut_off import state_of_model, type_without_gradient
 from tracegrad.insight.explaining.explain_graph import explain_graph
 from tracegrad.insight.explanation import Explanation
 from tracegrad.ir import Graph, Occurrence, dtype_of, is_reference
@@ -89,32 +88,24 @@ def explain(
     _check_sources(fun, wrt)
     selection = partition(fun, wrt, args, kwargs)
     _require_alive(selection)
-    call = _trace(selection, has_aux)
-    _refuse_references(call.program)
+    program, inputs, found, others = _trace(selection, has_aux)
     named = zip(selection.names, selection.leaves, selection.kinds, strict=True)
     leaves = {name: Static(leaf) if kind == "setting" else leaf for name, leaf, kind in named}
     # A model's functions and strings are not sources, unless `wrt` selects nothing else.
     sources = {
-        name: i
-        for name, i in call.sources.items()
-        if i is not None or type_of(leaves[name]) is not None
-    } or call.sources
+        name: i for name, i in found.items() if i is not None or type_of(leaves[name]) is not None
+    } or found
     is_meant = [each.means_each_leaf for each in selection.arguments for c in each.counted if c]
     meant = {name for name, is_one in zip(selection.names, is_meant, strict=True) if is_one}
-    return explain_graph(
-        call.program,
-        call.inputs,
-        sources,
-        _seeds(fun, call.program, call.count),
-        name=function_name(fun),
-        unselectable={
-            name: type_without_gradient(name, leaves[name], name in meant)
-            for name, i in sources.items()
-            if i is None
-        },
-        others=call.others,
-        untrained={leaf.name for leaf in selection.named if not leaf.is_trained},
-    )
+    excused = {
+        name: type_without_gradient(name, leaves[name], name in meant)
+        for name, i in sources.items()
+        if i is None
+    }
+    excused |= {
+        leaf.name: state_of_model(leaf.name) for leaf in selection.named if not leaf.is_trained
+    }
+    return explain_graph(program, inputs, sources, function_name(fun), excused, others)
 
 
 # ------------------------------------------------------------------------------------ the inputs
@@ -149,23 +140,21 @@ def _require_alive(selection: Partition) -> None:
             )
 
 
-@dataclass(frozen=True)
-class _Call:
-    """A traced call: the program and the values of its inputs."""
-
-    program: Graph
-    inputs: list[Any]
-    sources: dict[str, int | None]  # name of a selected leaf -> its input; None: has no gradient
-    others: dict[int, str]  # the names of the other inputs
-    count: int  # the first so many outputs are the value to be differentiated
-
-
-def _trace(selection: Partition, has_aux: bool) -> _Call:
+def _trace(
+    selection: Partition, has_aux: bool
+) -> tuple[Graph, list[Any], dict[str, int | None], dict[int, str]]:
     """Traces the call of a selection.
 
     The inputs of the program are all arrays among the arguments. If the function needs the value of
     an array that is not selected (an `if` on a flag), they are only the selected leaves, as under
     `jax.grad`.
+
+    Returns:
+      The program; the values of its inputs; for each selected leaf the index of its input, None if
+      its type has no gradient; and the names of the other inputs.
+
+    Raises TypeError unless the value is one float scalar, and NotImplementedError if the function
+    makes a `jax.Ref`.
     """
     part = selection.differentiable("none")
     chosen, others = part.leaves, [leaf for _, leaf in part.all_leaves]
@@ -198,7 +187,9 @@ def _trace(selection: Partition, has_aux: bool) -> _Call:
         inputs.append(variable.value)
     sources: dict[str, int | None] = dict.fromkeys(selection.names)
     sources |= {path: i for i, path in enumerate(part.names)}
-    return _Call(program, inputs, sources, names, count)
+    _refuse_references(program)
+    _require_scalar(selection.fun, program, count)
+    return program, inputs, sources, names
 
 
 def _refuse_references(program: Graph) -> None:
@@ -212,8 +203,8 @@ def _refuse_references(program: Graph) -> None:
             )
 
 
-def _seeds(fun: Callable[..., Any], program: Graph, count: int) -> list[Any]:
-    """Returns a cotangent for each output of the program, or None."""
+def _require_scalar(fun: Callable[..., Any], program: Graph, count: int) -> None:
+    """Raises TypeError unless the value, the first `count` outputs, is one float scalar."""
     outs = program.outputs[:count]
     is_scalar = count == 1 and getattr(outs[0].aval, "shape", None) == ()
     if not is_scalar or not jnp.issubdtype(dtype_of(outs[0]), jnp.floating):
@@ -223,4 +214,3 @@ def _seeds(fun: Callable[..., Any], program: Graph, count: int) -> list[Any]:
             "that of one float scalar. Explain the loss, not the train step. Return a sum or mean, "
             "weighted if you like (`has_aux=True` leaves out all but the first of a pair)"
         )
-    return [jnp.ones((), dtype_of(outs[0])), *[None] * (len(program.outputs) - 1)]

@@ -10,8 +10,9 @@ differently. All limits are relative to the numbers:
 
 - *right*: the numbers differ by no more than ``rtol`` plus the errors, and the errors are small
   enough to tell a wrong number from a right one;
-- *wrong*: the numbers differ by ten times the errors, and by nearly the same amount at points a few
-  roundings away. (If the numbers are left over from a cancellation, the amount is another there.)
+- *wrong*: the numbers differ by ten times the errors (of the error of constants, by three times),
+  and by nearly the same amount at points a few roundings away. (If the numbers are left over from a
+  cancellation, the amount is another there.)
 - otherwise the derivative is not judged.
 """
 
@@ -223,12 +224,12 @@ def judge(
     difference, size = want - got.value, max(abs(want), abs(got.value))
     # The directions are random, so the errors of the terms add up like a norm.
     constants = limits.arithmetic.constant_eps * got.norm
-    error = sum(e.error for e in expected) + 16 * limits.eps * got.size + constants
-    near = limits.rtol * size + limits.atol
+    rounding = sum(e.error for e in expected) + 16 * limits.eps * got.size
+    near, error = limits.rtol * size + limits.atol, rounding + constants
     if abs(difference) <= near + error:
         zero = sum(e.zero for e in expected)
         return "right" if error <= max(near, _RESOLUTION * size, zero) else "not judged"
-    if abs(difference) <= near + 10 * error - 7 * constants:
+    if abs(difference) <= near + 10 * rounding + 3 * constants:
         return "not judged"
     for _ in range(2 if nearby else 0):
         assert nearby is not None

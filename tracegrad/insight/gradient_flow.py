@@ -92,8 +92,8 @@ def gradient_flow(graph: Graph, inputs: Collection[int] | None = None) -> Region
     """Returns the flow of gradients from the float outputs of a graph to its float inputs, or to
     some `inputs` by their positions.
 
-    Places that enter a region with the same `carrying`, `arriving` and `wanted` share a
-    `RegionFlow`.
+    Calls of the same region share a `RegionFlow` if the same inputs of the region lead back to
+    inputs of the program, gradients arrive at the same outputs, and the same outputs are used.
 
     >>> import jax.numpy as jnp, tracegrad as tg
     >>> def f(x):

@@ -111,21 +111,9 @@ class Arithmetic:
 
 
 def is_in_double(graph: Graph) -> bool:
-    """Whether a graph computes in double precision alone, and has no `while` loops to be bounded.
-
-    If not, this traces the faces of its rules. So call it under the x64 setting under which the
-    graph was traced.
-    """
-
-    def is_other_than_jaxs(node: CustomGradient) -> bool:
-        return not is_jaxs_rule(node)
-
-    values = _values_below(graph, is_other_than_jaxs)
+    """Whether a graph computes in double precision alone, and has no `while` loops to bound."""
     inexact = graph.operations.intersection(("reduce_precision", "while"))
-    if not inexact and all(_eps(v) <= EPS for v in values):
-        return True
-    list(_values_below(graph, lambda node: True))
-    return False
+    return not inexact and all(_eps(v) <= EPS for v in _values_below(graph, with_faces=True))
 
 
 def in_double(arrays: Iterable[Any]) -> list[Any]:
@@ -147,10 +135,9 @@ def can_trace_faces(node: CustomGradient) -> bool:
     return True
 
 
-def _values_below(
-    graph: Graph, with_faces: Callable[[CustomGradient], bool] = lambda node: False
-) -> Iterator[Value]:
-    """Yields the values of a graph, of its regions, and of the faces of some rules in them.
+def _values_below(graph: Graph, with_faces: bool = False) -> Iterator[Value]:
+    """Yields the values of a graph, of its regions and, `with_faces`, of the faces of the rules in
+    them that are not JAX's own.
 
     Rules inside of faces are not entered: the forward face of most rules contains the rule itself.
     """
@@ -162,8 +149,9 @@ def _values_below(
         for node in here.nodes:
             yield from node.outputs
             below = [(region, is_program) for region in node.regions.values()]
-            if is_program and isinstance(node, CustomGradient) and with_faces(node):
-                names = node.face_names if can_trace_faces(node) else ()
+            if is_program and with_faces and isinstance(node, CustomGradient):
+                is_looked_into = not is_jaxs_rule(node) and can_trace_faces(node)
+                names = node.face_names if is_looked_into else ()
                 below += [(node.face(name), False) for name in names]
             pending += [pair for pair in below if pair[0] not in seen]
             seen.update(region for region, _ in below)

@@ -268,9 +268,9 @@ class ValueFlow:
     def reading(self, read: Read) -> Operation | None:
         """Returns the operation that performs a read, if it is known.
 
-        In a fusion, this is the first operation that reads the value; but if only the fusion's
-        result belongs to the backward pass, the operation of the result. If a loop takes a slice,
-        or XLA has inserted the reader, it is the operation that reads their result.
+        A fusion stands for its first operation that reads the value; but it stands for the
+        operation of its result if only that belongs to the backward pass. A slice that a loop takes
+        and an instruction that XLA has inserted stand for the operation that reads their result.
         """
         reader, operand = read
         results = [each for each in self.results(reader) if each.path]

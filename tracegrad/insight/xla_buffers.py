@@ -79,7 +79,8 @@ def account_of_buffers(module: Module, analysis: Any, lines: ProgramLines) -> Ac
     flow = ValueFlow(module)
     values, constants = read_assignment(flow, decoded(message))
     temporary = [value for of_one in values["temporary"] for value in of_one]
-    # The first value in an argument's buffer is the argument; the last in a result's, the result.
+    # A buffer may hold several values, one after the other. The buffer of an argument holds the
+    # argument first, and the buffer of a result holds the result last.
     lasting: list[tuple[Kind, Value, Sequence[Value]]] = []
     lasting += [("argument", of_one[0], of_one) for of_one in values["argument"]]
     lasting += [("result", of_one[-1], of_one) for of_one in values["result"]]

@@ -26,7 +26,7 @@ from tracegrad.planning.options import Measure, MemoryBudget, budget_bytes, plan
 from tracegrad.planning.plan import RecomputePlan
 from tracegrad.planning.search import BudgetTooSmall, Search
 from tracegrad.planning.whole_step import warn_if_step_exceeds_budget
-from tracegrad.rewriting.edits import refuse_differentiated
+from tracegrad.rewriting.matches import refuse_differentiated
 from tracegrad.tracing.graphs import graph_of_call, require_function
 from tracegrad.tracing.tools import tool
 

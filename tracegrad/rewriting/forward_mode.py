@@ -221,9 +221,9 @@ def _trace_passes(
 
 
 def _require_linear(passes: _Passes, rule: Occurrence) -> None:
-    """Raises ValueError unless the backward pass is linear in the cotangents. Its derivative must
-    not depend on a cotangent, and must not be zero with respect to a cotangent on which a result
-    depends; and no constant may be added to the linear part."""
+    """Raises ValueError unless the backward pass is linear in the cotangents: its derivative does
+    not depend on a cotangent; if a result depends on a cotangent, its derivative by that cotangent
+    is not zero; and no constant is added to the linear part."""
     types, avals = passes.cotangent_types, passes.backward_graph.in_avals
     count, split = len(types), len(avals) - len(types)
 

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad.ir import Atom, Fragment, Graph, Occurrence, Value, has_gradient
-from tracegrad.ir.editing import Op, around_each
+from tracegrad.ir.editing import Op, around_each, behind_each
 from tracegrad.ir.errors import NoMatchError
 from tracegrad.ir.frames import CHANGES_GRADIENT
 from tracegrad.ir.node_groups import operands_of
 from tracegrad.ir.parameters import Parameters
 from tracegrad.ir.selector import Selector
 from tracegrad.ir.text import value_text
-from tracegrad.rewriting.match_rule import Edit, MatchRule, edit_behind, refusing_refs
+from tracegrad.rewriting.match_rule import Edit, MatchRule, refusing_refs
 from tracegrad.rewriting.norms import at_least_32_bits
 
 
@@ -43,28 +43,28 @@ def identity_rule(
             f"inputs={inputs!r} are positions of the inputs of an operation; {where!r} selects "
             "parameters: leave out inputs="
         )
-    edit = refusing_refs(identity_edit(identity, inputs, missing_ok))
+
+    def edit_results(graph: Graph, matches: Sequence[Occurrence]) -> Graph:
+        return behind_each(graph, matches, lambda match: identity, selects=has_gradient).graph
+
+    edit = edit_results if inputs is None else _edit_of_inputs(identity, inputs, missing_ok)
     for_parameter = of_parameter or identity
     return MatchRule(
         name,
         where,
-        edit,
+        refusing_refs(edit),
         missing_ok,
         identity=lambda place: for_parameter,
         outer_identity=outer and (lambda place: outer),
     )
 
 
-def identity_edit(
-    identity: Callable[[Any], Any],
-    inputs: int | Sequence[int] | None = None,
-    missing_ok: bool = False,
+def _edit_of_inputs(
+    identity: Callable[[Any], Any], inputs: int | Sequence[int], missing_ok: bool
 ) -> Edit:
-    """Returns an edit that passes the results of a match, or its operands at the positions
-    `inputs`, through `identity`. Unless `missing_ok`, the edit raises NoMatchError if no match has
-    an operand with a gradient at these positions."""
-    if inputs is None:
-        return edit_behind(identity)
+    """Returns an edit that passes the operands of a match at the positions `inputs` through
+    `identity`. Unless `missing_ok`, the edit raises NoMatchError if no match has an operand with a
+    gradient at these positions."""
     sequence = inputs if isinstance(inputs, Iterable) else (inputs,)
     if not all(isinstance(i, SupportsIndex) for i in sequence):
         raise TypeError(

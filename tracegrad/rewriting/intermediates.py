@@ -17,8 +17,8 @@ from tracegrad.ir.running import run_graph
 from tracegrad.ir.selector import Selector
 from tracegrad.ir.wording import with_article
 from tracegrad.ir.writing import Port
-from tracegrad.rewriting.edits import check_selector, find_matches, place_names
 from tracegrad.rewriting.identities import perturbed
+from tracegrad.rewriting.matches import check_selector, find_matches, place_names
 from tracegrad.tracing.arguments import CallPacker, PackedCall
 from tracegrad.tracing.callable import finish_call
 from tracegrad.tracing.graphs import function_name, graph_of_call

@@ -157,9 +157,9 @@ def _backward_graph(run: Run, avals: Sequence[Any], active: Sequence[int]) -> Gr
 
 
 def _keep_zeros_in(graph: Graph, count: int, every: bool) -> Graph:
-    """Rewrites a backward graph, whose last `count` inputs are cotangents, so that it keeps zeros:
-    rewrites the products of a cotangent and a factor, and gives custom gradients to the operations
-    that compute factors."""
+    """Rewrites a backward graph, whose last `count` inputs are cotangents, so that it keeps zeros.
+    A select follows each product of a cotangent and a factor. The operations that compute factors
+    get custom gradients, so that second derivatives keep zeros, too."""
     inputs = range(len(graph.inputs))
     positions = dict(_find_factors(graph, inputs[len(inputs) - count :], (), _may_multiply_zeros))
 

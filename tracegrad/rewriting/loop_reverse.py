@@ -44,8 +44,9 @@ def _find_known_part(while_params: Mapping[str, Any], avals: Any, unknown: Seque
     part omits it.
 
     The known part computes all values that do not depend on the unknown operands. It omits these
-    operands, and the carried values that come to depend on them (tangents that are zero at first).
-    Returns None if the number of steps depends on an unknown operand.
+    operands. It also omits a carried value that starts with a known operand, but depends on unknown
+    operands after some step (a tangent that is zero at first). Returns None if the number of steps
+    depends on an unknown operand.
     """
     program = jax.make_jaxpr(lambda *args: WHILE.bind(*args, **while_params))(*avals)
     (equation,) = _jax.opened(program).eqns
@@ -114,10 +115,10 @@ def _run_and_record(args: Any, params: Any, added: Any) -> tuple[list[Any], list
 
     def stretch(carry: Any) -> Any:
         position, live, state, level, positions, states = carry
-        place = schedule.place_of_state(position, places, jnp)
+        place = schedule.place_of_state(position, places)
         (positions,) = _put_state([positions], place, [position])
         states = _put_state(states, place, state)
-        end, level = schedule.next_to_keep(position, level, places, jnp)
+        end, level = schedule.next_to_keep(position, level, places)
         position, live, _, state = checkpointed_while_loop(
             lambda c: jnp.any(c[1]) & (c[0] < c[2]), one_step, (position, live, end, state), added
         )
@@ -184,7 +185,7 @@ def _replay_backward(
     def advance(carry: Any) -> Any:
         top, places, stack, end = carry
         position = places[top]
-        after = position + schedule.steps_to_next(end - position, slots - 1 - top, reaches, jnp)
+        after = position + schedule.steps_to_next(end - position, slots - 1 - top, reaches)
         start = (position, after, _take_state(stack, top))
         *_, state = checkpointed_while_loop(lambda c: c[0] < c[1], forward, start, added)
         return top + 1, places.at[top + 1].set(after), _put_state(stack, top + 1, state), end
@@ -199,8 +200,8 @@ def _replay_backward(
 
     def back_stretch(carry: Any) -> Any:
         end, places, stack, sums, cotangents = carry
-        start = schedule.last_before(end, level, positions, jnp)
-        base = _take_state(states, schedule.place_of_state(start, len(positions), jnp))
+        start = schedule.last_before(end, level, positions)
+        base = _take_state(states, schedule.place_of_state(start, len(positions)))
         places, stack = places.at[0].set(start), _put_state(stack, 0, base)
         inner = (jnp.int32(0), places, stack, end, start, sums, cotangents)
         _, places, stack, end, _, sums, cotangents = checkpointed_while_loop(

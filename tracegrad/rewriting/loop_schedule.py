@@ -14,9 +14,6 @@ memory makes up for the unknown number. `slots` states in all are not enough (St
 a number of steps for which the strategy replays 1.177 times as many steps as the optimum for that
 number; with three states 1.101 times, with four 1.07 times (found by trying all strategies, for
 numbers up to 300, 120 and 40).
-
-The functions take integers of NumPy or of JAX (`np` is the module), so that a test can count the
-steps without running a loop.
 """
 
 from __future__ import annotations
@@ -24,7 +21,8 @@ from __future__ import annotations
 from math import comb
 from typing import Any
 
-import numpy
+import jax.numpy as jnp
+import numpy as np
 
 _LARGEST = 2**31 - 1
 # The schedule is optimal up to _MOST_STEPS steps between two kept states, if no step is run more
@@ -34,7 +32,7 @@ _MOST_STEPS = 10**6
 _MOST_REPETITIONS = 192
 
 
-def place_of_state(position: Any, places: int, np: Any) -> Any:
+def place_of_state(position: Any, places: int) -> Any:
     """Returns the place of the state after `position` steps, if that state is kept.
 
     The first states fill the places in order. If the number of places is odd, a later state
@@ -42,39 +40,39 @@ def place_of_state(position: Any, places: int, np: Any) -> Any:
     initial state keeps the first place, and the other places count as an odd number of places.
     """
     if places % 2:
-        return np.fmod(position, places)
-    return np.where(position > 0, 1 + np.fmod(position - 1, places - 1), 0)
+        return jnp.fmod(position, places)
+    return jnp.where(position > 0, 1 + jnp.fmod(position - 1, places - 1), 0)
 
 
-def next_to_keep(position: Any, level: Any, places: int, np: Any) -> tuple[Any, Any]:
+def next_to_keep(position: Any, level: Any, places: int) -> tuple[Any, Any]:
     """Returns the position of the next state to keep, and the level from then on. A position is a
     number of steps from the start. `position` is the position of the last kept state; there are at
     least 2 places."""
-    level = np.where((position >> level) < places - 1, level, level + 1)
+    level = jnp.where((position >> level) < places - 1, level, level + 1)
     return ((position >> level) + 1) << level, level
 
 
-def last_before(end: Any, level: Any, positions: Any, np: Any) -> Any:
+def last_before(end: Any, level: Any, positions: Any) -> Any:
     """Returns the position of the last kept state before `end`, which is at least 1. `level` is the
     level at the end of the forward pass; `positions`, i32[places], has the positions of the kept
     states."""
-    finer = np.maximum(level - 1, 0)
+    finer = jnp.maximum(level - 1, 0)
     near, far = ((end - 1) >> finer) << finer, ((end - 1) >> level) << level
-    is_kept = positions[place_of_state(near, len(positions), np)] == near
-    return np.where(is_kept, near, far)
+    is_kept = positions[place_of_state(near, len(positions))] == near
+    return jnp.where(is_kept, near, far)
 
 
-def reaches(slots: int) -> numpy.ndarray[Any, Any]:
+def reaches(slots: int) -> np.ndarray[Any, Any]:
     """Returns i32[slots + 1, repetitions]: at [s, r], the largest number of steps that s slots can
     reverse without replaying a step more than r times."""
     repetitions = 2
     while comb(slots + repetitions, slots) < _MOST_STEPS and repetitions < _MOST_REPETITIONS:
         repetitions += 1
     rows = [[min(comb(s + r, r), _LARGEST) for r in range(repetitions)] for s in range(slots + 1)]
-    return numpy.array(rows, numpy.int32)
+    return np.array(rows, np.int32)
 
 
-def steps_to_next(length: Any, free: Any, reaches: Any, np: Any) -> Any:
+def steps_to_next(length: Any, free: Any, reaches: Any) -> Any:
     """Returns the number of steps from a kept state to the next state to keep in the replay.
 
     Args:
@@ -82,8 +80,8 @@ def steps_to_next(length: Any, free: Any, reaches: Any, np: Any) -> Any:
       free: the number of free slots, without the slot of the kept state.
       reaches: the table of `reaches` for all slots.
     """
-    reached = np.asarray(reaches)
+    reached = jnp.asarray(reaches)
     own, fewer = reached[free + 1], reached[free]
-    repetitions = np.sum(own < length) - 1  # the most that a step is replayed
-    best = np.minimum(own[repetitions], length - fewer[repetitions])
-    return np.where(length > own[-1], length - fewer[-1], best)
+    repetitions = jnp.sum(own < length) - 1  # the most that a step is replayed
+    best = jnp.minimum(own[repetitions], length - fewer[repetitions])
+    return jnp.where(length > own[-1], length - fewer[-1], best)

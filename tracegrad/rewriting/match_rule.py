@@ -11,13 +11,13 @@ from typing import Any, ParamSpec
 import jax
 import numpy as np
 
-from tracegrad.ir import Graph, Occurrence, Value, has_gradient
-from tracegrad.ir.editing import around_each, behind_each, behind_inputs
+from tracegrad.ir import Graph, Occurrence, Value
+from tracegrad.ir.editing import around_each, behind_inputs
 from tracegrad.ir.node_groups import refuse_references
 from tracegrad.ir.parameters import Parameters
 from tracegrad.ir.selector import Selector
 from tracegrad.ir.wording import brief, name_of, shortened
-from tracegrad.rewriting.edits import (
+from tracegrad.rewriting.matches import (
     check_parameters,
     check_selector,
     find_matches,
@@ -34,10 +34,10 @@ P = ParamSpec("P")
 class MatchRule:
     """A rule: its name, the selector that finds its matches, and the edit at the matches.
 
-    ``edit(graph, matches)`` returns the edited graph. If the rule selects parameters
-    (`match.param`), each passes through the function ``identity(path)``. If that function refuses
-    forward mode, a parameter of an outer gradient passes through ``outer_identity(path)``, which
-    does not change tangents.
+    ``edit(graph, matches)`` returns the edited graph. A rule that selects parameters
+    (`match.param`) passes each through the function ``identity(path)``. A rule whose function
+    refuses forward mode also has ``outer_identity(path)``, for the parameters of an outer gradient
+    (`apply_to_outer`): this function changes cotangents, but not tangents.
 
     A call of the rule raises:
       NoMatchError: nothing matches (unless `missing_ok`).
@@ -56,12 +56,8 @@ class MatchRule:
     made_by: functools.partial[MatchRule] | None = None
 
     def __post_init__(self) -> None:
-        if self.identity is None or not self.of_parameters:
+        if self.identity is None or not isinstance(self.where, Parameters):
             check_selector(self.where)
-
-    @property
-    def of_parameters(self) -> bool:
-        return isinstance(self.where, Parameters)
 
     def parameters_in(self, graph: Graph) -> dict[Value, str]:
         """Returns the selected parameters of a graph with their paths; {} for a rule on
@@ -160,11 +156,3 @@ def edit_around(
     """Returns an edit that replaces each match with ``function(op, *operands)``, by
     `around_each`."""
     return lambda graph, matches: around_each(graph, matches, function, depends_on=depends_on).graph
-
-
-def edit_behind(function: Callable[[Any], Any]) -> Edit:
-    """Returns an edit that passes each float value that leaves a match through an identity, by
-    `behind_each`."""
-    return lambda graph, matches: (
-        behind_each(graph, matches, lambda match: function, selects=has_gradient).graph
-    )

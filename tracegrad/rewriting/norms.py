@@ -25,13 +25,13 @@ def over_largest(x: Any, axis: int | None = None, xp: Any = jnp) -> tuple[Any, A
       xp: `numpy` or `jax.numpy`.
     """
     largest = xp.max(xp.abs(x), axis=axis, keepdims=True, initial=0)  # NaN if there is one
-    near = near_one(largest, xp)
+    near = _near_one(largest, xp)
     scale = largest * near
     usable = (scale >= xp.finfo(x.dtype).tiny) & (scale < xp.inf)
     return x * xp.where(usable, near, 1) / xp.where(usable, scale, 1), xp.where(usable, largest, 1)
 
 
-def near_one(x: Any, xp: Any = jnp) -> Any:
+def _near_one(x: Any, xp: Any) -> Any:
     """Returns factors for absolute values, so that the reciprocal of the product is a normal
     number. XLA divides by multiplying with the reciprocal, and treats subnormal numbers as zero."""
     return xp.where(x > 1, 1 / _FAR, _FAR).astype(x.dtype)

@@ -7,7 +7,7 @@ have this form.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
@@ -38,8 +38,8 @@ class GradientOperation:
 
     inputs: tuple[Any, ...]
     outputs: tuple[Any, ...]
-    params: Mapping[str, Any] = field(default_factory=dict)
-    name: str = ""
+    params: Mapping[str, Any]
+    name: str
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "inputs", tuple(self.inputs))
@@ -55,10 +55,7 @@ class GradientOperation:
 
 
 def check_cotangents(
-    answer: Any,
-    op: GradientOperation,
-    where: object = None,
-    grad: Callable[..., Any] | None = None,
+    answer: Any, op: GradientOperation, where: object, grad: Callable[..., Any]
 ) -> tuple[Any, ...]:
     """Checks the result of a gradient function; returns, for each input, an array of its shape and
     dtype, or None.
@@ -73,7 +70,7 @@ def check_cotangents(
     given = list(answer) if isinstance(answer, tuple | list) else [answer]
 
     def function() -> str:
-        return f"{'' if grad is None else ' ' + described(grad)} of {op.name}{at(where)}"
+        return f" {described(grad)} of {op.name}{at(where)}"
 
     if len(given) != len(op.inputs):
         types = ", ".join(_jax.type_text(jax.typeof(value)) for value in op.inputs)

@@ -34,9 +34,9 @@ from tracegrad.ir.nodes import same_type
 from tracegrad.ir.running import run_node
 from tracegrad.ir.selector import Selection, Selector, covered_by
 from tracegrad.ir.wording import counted
-from tracegrad.rewriting.edits import check_selector
 from tracegrad.rewriting.kept_zeros import may_make_nan, replace_keeping_zeros
 from tracegrad.rewriting.match_rule import MatchRule, edit_around, shows_arguments
+from tracegrad.rewriting.matches import check_selector
 from tracegrad.rewriting.overriding import with_gradient
 
 

@@ -33,10 +33,10 @@ from tracegrad.ir.parameters import Parameters
 from tracegrad.ir.selector import Selector
 from tracegrad.ir.wording import brief
 from tracegrad.rewriting import identities
-from tracegrad.rewriting.edits import place_names
 from tracegrad.rewriting.loops import checkpointed_loop as checkpointed_loop
 from tracegrad.rewriting.match_rule import MatchRule as MatchRule
 from tracegrad.rewriting.match_rule import edit_around, refusing_refs, shows_arguments
+from tracegrad.rewriting.matches import place_names
 from tracegrad.rewriting.norms import within_norm, within_value
 from tracegrad.rewriting.overriding import (
     GradientFunction,

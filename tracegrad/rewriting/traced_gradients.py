@@ -10,6 +10,7 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import jax
@@ -82,17 +83,15 @@ def trace_gradient(
 
     if _tracing.is_on:
         return run_untraced, []
-    has_gradient: list[bool] = []  # for each input, whether `gradient` returns an array
 
-    def drop_none(*args: Any) -> list[Any]:
-        cotangents = gradient(*args)
-        has_gradient[:] = [ct is not None for ct in cotangents]
-        return [ct for ct in cotangents if ct is not None]
+    def run(*args: Any) -> Sequence[Any]:  # a new function: JAX caches traces by the function
+        return gradient(*args)
 
     types = [jax.typeof(result).update(weak_type=False) for result in results]
+    given = list(map(jax.typeof, inputs)), types, types
     _tracing.is_on = True
     try:
-        program = jax.make_jaxpr(drop_none)(list(map(jax.typeof, inputs)), types, types)
+        program, shapes = jax.make_jaxpr(run, return_shape=True)(*given)
     except _jax.NEEDS_VALUES:
         return run_untraced, []
     except Exception as error:
@@ -100,10 +99,10 @@ def trace_gradient(
     finally:
         _tracing.is_on = False
     traced, values = OpenedProgram.of(program)
+    structure = jax.tree.structure(shapes)  # it has None for an input without a gradient
 
-    def run_traced(captured: Any, *args: Sequence[Any]) -> Sequence[Any]:
-        cotangents = iter(traced(captured, [array for arrays in args for array in arrays]))
-        return [next(cotangents) if has_one else None for has_one in has_gradient]
+    def run_traced(captured: Any, *args: Sequence[Any]) -> Any:
+        return jax.tree.unflatten(structure, traced(captured, [*chain(*args)]))
 
     return run_traced, values
 
@@ -125,7 +124,7 @@ def with_traced_gradient(
 
     Args:
       results: arrays of the types of the results.
-      marked: a function with a mark (`ir.frames`), which becomes the mark of the rule.
+      marked: a function with a mark of `ir.frames`; the rule gets the same mark.
       count: the number of operands, from the first on, that are inputs of `gradient`; default: all.
         The other operands have no gradient.
     """

@@ -30,7 +30,7 @@ def _selector_of(found: Occurrence) -> Selector | None:
     return line & match.op(node.op)
 
 
-def rule_around(found: Occurrence) -> Occurrence:
+def outermost_rule(found: Occurrence) -> Occurrence:
     """Returns the outermost call of a custom rule around a node, or the node if there is none."""
     for depth, (node, _) in enumerate(found.path):
         if isinstance(node, CustomGradient):
@@ -38,15 +38,16 @@ def rule_around(found: Occurrence) -> Occurrence:
     return found
 
 
-def not_finite(found: Occurrence, given: float, is_all: bool) -> Cure:
+def cure_bad_vjp(found: Occurrence, given: float, is_all: bool) -> Cure:
     """Returns the rule for a node whose VJP turns a finite cotangent into NaN or Inf.
 
     Args:
       found: the node.
       given: the cotangent; NaN if it is not known.
-      is_all: see `culprits.is_all_of_its_rule`.
+      is_all: whether the backward of the rule around the node adds nothing finite to the NaNs and
+        Infs that it makes.
     """
-    around = rule_around(found)
+    around = outermost_rule(found)
     is_vjp = isinstance(around.node, CustomGradient) and around.node.kind == "vjp"
     # The cure would run the backward again, with its effects; and zeros in place of its results
     # would discard finite terms that the backward had added.
@@ -63,17 +64,17 @@ def not_finite(found: Occurrence, given: float, is_all: bool) -> Cure:
     return {"rule": rules.finite_derivative(where)}
 
 
-def no_gradient(cause: str, found: Occurrence) -> Cure:
+def cure_no_gradient(cause: str, found: Occurrence) -> Cure:
     """Returns the rule for a node that passes on no gradient or only zeros; `cause`: the finding's
     class."""
     if cause == "custom rule":
-        return own_derivative(found)
+        return cure_custom_gradient(found)
     if cause in ("rounding", "stop_gradient", "dead units", "clipped"):
-        return straight_through(found)
+        return _cure_zero_derivative(found)
     return {}
 
 
-def straight_through(found: Occurrence) -> Cure:
+def _cure_zero_derivative(found: Occurrence) -> Cure:
     """Returns the rule for a node with a zero derivative."""
     where, node = _selector_of(found), found.node
     if where is None or not positions_past(node.inputs, node.outputs):
@@ -81,7 +82,7 @@ def straight_through(found: Occurrence) -> Cure:
     return {"rule": rules.straight_through(where), "changes": _PAST.format(name=node.name)}
 
 
-def own_derivative(found: Occurrence) -> Cure:
+def cure_custom_gradient(found: Occurrence) -> Cure:
     """Returns the rule for a custom gradient that is not the derivative of its function."""
     where = _selector_of(found)
     if where is None:
@@ -90,7 +91,7 @@ def own_derivative(found: Occurrence) -> Cure:
     return {"rule": rules.own_derivative(where), "changes": f"{of} is {its}, not its rule's"}
 
 
-def refused(found: Occurrence) -> Cure:
+def cure_refusal(found: Occurrence) -> Cure:
     """Returns the rule for a node that JAX cannot differentiate: only for a `lax.while_loop`."""
     where = _selector_of(found)
     has_effects = bool(found.node.effects)  # a checkpointed loop would repeat them

@@ -111,7 +111,7 @@ def is_all_of_its_rule(observed: Observed, place: Place) -> bool:
     A backward that recomputes its function sums the contributions of several uses of a value. A
     result that is not finite then has finite terms, which a cure of the whole rule would discard.
     """
-    rule = by_rule.rule_around(place.occurrence)
+    rule = by_rule.outermost_rule(place.occurrence)
     path = rule.into("backward")
     if rule is place.occurrence or not _lies_in(place.occurrence, path):
         return False
@@ -163,7 +163,7 @@ class FromOutside:
     """A NaN or Inf that no operation made: it is in an input of the graph, or in a constant."""
 
     index: int | None  # the index of the input
-    array: Any = None  # the constant
+    constant: Any = None  # an array or a number of the program
     user: Occurrence | None = None  # an operation that uses it
 
 
@@ -245,8 +245,8 @@ def _statistic(observed: Observed, maker: _Made | FromOutside) -> np.ndarray[Any
         return observed.get("value", maker.place, maker.k)
     if maker.index is not None:
         return observed.stats.get(("input", None, maker.index))
-    is_number = np.ndim(maker.array) == 0 or _jax.has_gradient(maker.array)
-    return np.asarray(exact(maker.array)) if maker.array is not None and is_number else None
+    is_number = np.ndim(maker.constant) == 0 or _jax.has_gradient(maker.constant)
+    return np.asarray(exact(maker.constant)) if maker.constant is not None and is_number else None
 
 
 def _makers(observed: Observed, place: Place, which: int = NAN) -> list[_Made | FromOutside]:
@@ -265,8 +265,8 @@ def _maker(
     """Returns the operation that computed a value (followed into and out of regions), or the input
     or constant that the value is.
 
-    `steps`: the steps of the scans around the value. If there are fewer steps than scans, the
-    result is for no particular step.
+    `steps`: the steps of the scans around the value, from the outermost scan on. If the step of an
+    inner scan is left out, the returned place leaves it out as well.
     """
     gone_round: set[Path] = set()
     while True:
@@ -275,7 +275,7 @@ def _maker(
             return FromOutside(None, value.val)
         if value in region.constants:
             return FromOutside(None, region.constants[value])
-        is_exact = len(steps) == sum(node.primitive is _jax.SCAN for node, _ in path)
+        knows_each_step = len(steps) == sum(node.primitive is _jax.SCAN for node, _ in path)
         node = region.producers.get(value)
         if node is not None:
             place = Place(Occurrence(path, node), steps)
@@ -291,7 +291,7 @@ def _maker(
                 continue
             ran = observed.branches(place) if node.primitive is _jax.COND else []
             path, value = inside_result(place.occurrence, value, next(iter([*ran, *node.regions])))
-            if is_scan and is_exact:
+            if is_scan and knows_each_step:
                 steps = (*steps, _bad_value_step(observed, path, steps, value, which))
             continue
         around = outside(path, value) if path else []
@@ -299,7 +299,7 @@ def _maker(
             return FromOutside(None if path else region.inputs.index(value))
         outer, *before = around
         call = path[-1][0]
-        if call.primitive is _jax.SCAN and not is_exact:
+        if call.primitive is _jax.SCAN and not knows_each_step:
             path, value = outer if path in gone_round else around[-1]
             gone_round.add(path)
             continue

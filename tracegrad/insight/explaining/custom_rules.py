@@ -47,7 +47,7 @@ def changed_rules(observed: Observed) -> Iterator[Finding]:
             f"difference {number_text(apart)}",
             problem=False,
             cure="check it by `check_grads`, or declare it deliberate there",
-            **by_rule.own_derivative(found),
+            **by_rule.cure_custom_gradient(found),
         )
 
 

@@ -59,7 +59,7 @@ def _findings_of_cuts(path: str, cuts: CutsOnWay) -> Iterator[Finding]:
         cause, owner = _cause_of_cut(cut), author_of(cut.occurrence)
         text = _words(cut)
         cure = _CURES.get(cause, "").format(op=cut.occurrence.node.op)
-        rule = by_rule.no_gradient(cause, cut.occurrence)
+        rule = by_rule.cure_no_gradient(cause, cut.occurrence)
         if cause == "custom rule" and (integers := _integer_results(cut.occurrence.node)):
             text = (
                 f"{cut.occurrence.node.name} returns {integers}, integers, which have no gradient"
@@ -193,7 +193,7 @@ def refusals(observed: Observed) -> Iterator[Finding]:
             f"JAX cannot differentiate {found.node.name}: {words}",
             cure=_LOOP_CURE if op == "while" else _CURES.get(cause, ""),
             operation=op,
-            **by_rule.refused(found),
+            **by_rule.cure_refusal(found),
         )
 
 
@@ -206,7 +206,7 @@ def _closing_over(found: Occurrence) -> Finding:
         f"{name} closes over a value (or has an array in nondiff_argnums), and its rule has no "
         f"gradient for that: JAX cannot differentiate {name} here",
         cure=f"make the value an argument of {name}, and let its rule return None or its gradient",
-        **by_rule.own_derivative(found),
+        **by_rule.cure_custom_gradient(found),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,11 +13,7 @@ from tracegrad import _jax
 from tracegrad.differentiation.connectivity import connections
 from tracegrad.differentiation.smallest_cuts import CutsOnWay, smallest_cuts
 from tracegrad.insight.explaining.custom_rules import changed_rules
-from tracegrad.insight.explaining.cut_off import (
-    cut_off,
-    refusals,
-    state_of_model,
-)
+from tracegrad.insight.explaining.cut_off import cut_off, refusals
 from tracegrad.insight.explaining.detail import Detail
 from tracegrad.insight.explaining.not_finite import not_finite
 from tracegrad.insight.explaining.observed import Observed, Place
@@ -45,57 +41,49 @@ def explain_graph(
     program: Graph,
     inputs: Sequence[Any],
     sources: dict[str, int | None],
-    seeds: Sequence[Any],
-    *,
     name: str,
-    unselectable: dict[str, Finding],
+    excused: Mapping[str, Finding],
     others: Mapping[int, str],
-    untrained: Collection[str],
 ) -> Explanation:
-    """Explains the gradients of a graph.
+    """Explains the gradients of the first output of a graph, a float scalar.
 
     Args:
       program: the graph.
       inputs: the arrays of its inputs.
       sources: maps the path of a source to the index of its input; to None if the type of the
         source has no gradient.
-      seeds: for each output of the graph a cotangent, or None.
       name: the name of the function.
-      unselectable: the findings on the sources without an input, by their paths.
+      excused: for each source that need not get a gradient, the finding that says so if it gets
+        none: every source without an input, and the sources that are no parameters.
       others: the names of inputs that are not sources.
-      untrained: the sources that are not expected to get a gradient.
     """
-    targets = [i for i, seed in enumerate(seeds) if seed is not None]
     differentiated = {i for i in sources.values() if i is not None}
-    linked = connections(program, differentiated)
-    reached = frozenset[int]().union(*(linked[target] for target in targets))
+    reached = connections(program, differentiated)[0]
     findings: list[Finding] = []
     flowing = [False] * len(program.inputs)
     cuts: list[CutsOnWay | None] = []
     for path, i in sources.items():
         if i is not None and i in reached:
             flowing[i] = True
-        elif path in untrained:
-            findings.append(state_of_model(path))
-        elif i is None:
-            findings.append(unselectable[path])
+        elif i is None or path in excused:
+            findings.append(excused[path])
         else:
-            cuts = cuts or smallest_cuts(program, targets, differentiated)
+            cuts = cuts or smallest_cuts(program, [0], differentiated)
             findings += cut_off(program, inputs, path, i, cuts[i])
-    observed = measure(program, flowing, inputs, seeds, Detail.FEW)
+    observed = measure(program, flowing, inputs, Detail.FEW)
     findings += refusals(observed)
 
     def look(detail: Detail) -> Observed:
         """Returns what is observed with at least so much detail; measures again if needed."""
         nonlocal observed
         if observed.detail < detail:
-            more = measure(program, flowing, inputs, seeds, detail)
+            more = measure(program, flowing, inputs, detail)
             observed = dataclasses.replace(more, stats={**observed.stats, **more.stats})
         return observed
 
     if _looks_bad(observed):  # for a gradient of zeros all is measured anyway
         detail = Detail.ALL if _has_gradient_of_zeros(observed) else Detail.BAD
-        findings += not_finite(look(detail), sources, targets, others)
+        findings += not_finite(look(detail), sources, others)
     reports = _reports(observed, sources, findings)
     norms = {r.path: r.norm for r in reports if r.connected and math.isfinite(r.norm)}
     findings += zero_gradients(look, reports, sources, inputs)
@@ -115,12 +103,11 @@ def explain_graph(
                 findings[k] = dataclasses.replace(f, problem=False)
     findings += changed_rules(observed)
     findings += _run_again(observed)
-    value = observed.stats.get(("output", None, targets[0])) if targets else None
     return Explanation(
         name,
         tuple(reports),
         tuple(sorted(_merged(findings), key=lambda f: f.rank)),
-        "" if value is None else _output_text(value),
+        _output_text(observed.stats["output", None, 0]),
     )
 
 

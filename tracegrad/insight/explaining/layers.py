@@ -27,8 +27,8 @@ def are_layers(graph: Graph, inputs: Sequence[int]) -> bool:
     behind: set[tuple[int, int]] = set()
 
     def rule(node: Node, ins: Masks) -> Masks:
-        """In a mask, bit k means: holds input k itself (reshaped, or in a sum); bit ``count + k``:
-        computed from input k."""
+        """In the mask of a value, bit k is set if the value holds input k itself (reshaped, or in a
+        sum), and bit ``count + k`` is set if other operations compute the value from input k."""
         if not any(ins):
             return [0] * len(node.outputs)
         if is_called(node) or node.primitive is _jax.SCAN:

@@ -74,10 +74,11 @@ class MeasuredPass(Collector):
       graph: a traced function.
       detail: how much is measured, `Detail.FEW` or `Detail.ALL`.
 
-    For `refused` see `Observed`.
+    Attributes:
+      refused: the nodes that JAX cannot differentiate, each with JAX's message.
     """
 
-    def __init__(self, graph: Graph, detail: Detail = Detail.FEW):
+    def __init__(self, graph: Graph, detail: Detail):
         super().__init__()
         self.graph = graph
         self.detail = detail
@@ -98,16 +99,12 @@ class MeasuredPass(Collector):
                 instead[node] = lambda operands: []  # its effect has already happened
             elif is_entered(node):
                 instead[node] = functools.partial(self._enter, here, inner)
-            elif self.is_measured(node):
-                instead[node] = functools.partial(self.operation, here)
+            elif self.detail is Detail.ALL:
+                instead[node] = functools.partial(self._run_and_measure, here)
         values = run_nodes(graph, args, instead=instead)
         return read(graph.outputs, values), Kept(values, inner)
 
-    def is_measured(self, node: Node) -> bool:
-        """Whether the forward pass measures a node that is not entered."""
-        return self.detail is Detail.ALL
-
-    def operation(self, here: Occurrence, operands: list[Any]) -> list[Any]:
+    def _run_and_measure(self, here: Occurrence, operands: list[Any]) -> list[Any]:
         """Runs and measures a node that is not entered; returns its results."""
         results = run_node(here.node, operands)
         for k, array in enumerate(results):

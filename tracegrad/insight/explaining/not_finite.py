@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -35,7 +35,6 @@ _LARGE = 1e12  # a cotangent with a norm above this has exploded
 def not_finite(
     observed: Observed,
     sources: dict[str, int | None],
-    targets: Sequence[int],
     others: Mapping[int, str],
 ) -> list[Finding]:
     """Returns findings on where the NaNs and Infs of a result or a gradient began.
@@ -43,7 +42,6 @@ def not_finite(
     Args:
       observed: what was measured with `Detail.BAD`.
       sources: maps the path of a source to the index of its input.
-      targets: the outputs with cotangents.
       others: the names of inputs that are not sources.
     """
     stats = observed.stats
@@ -54,15 +52,14 @@ def not_finite(
         if (stat := stats.get(("source", None, i))) is not None and stat[NAN] + stat[INF] > 0
     )
     found: list[Finding] = []
-    for target in targets:
-        out = stats.get(("output", None, target))
-        if out is not None and out[NAN] + out[INF] > 0:
-            which = NAN if out[NAN] else INF
-            culprit = forward_culprit(observed, (), (), observed.graph.outputs[target], which)
-            if isinstance(culprit, Culprit):
-                found.append(_forward_finding(observed, culprit, touched))
-            elif culprit is not None:
-                found.append(_outside_finding(observed, culprit, which, names, others, touched))
+    out = stats["output", None, 0]
+    if out[NAN] + out[INF] > 0:
+        which = NAN if out[NAN] else INF
+        culprit = forward_culprit(observed, (), (), observed.graph.outputs[0], which)
+        if isinstance(culprit, Culprit):
+            found.append(_forward_finding(observed, culprit, touched))
+        elif culprit is not None:
+            found.append(_outside_finding(observed, culprit, which, names, others, touched))
     is_explained = bool(found)
     found += [
         _in_an_input("NaN", path, int(stat[NAN]), (path,))
@@ -146,7 +143,7 @@ def _forward_finding(
         words += f"; in the reverse pass {product.node.name}{where} multiplies a cotangent by that"
         # The result is finite, so the cotangent is zero where a contraction makes NaN of the NaN.
         given = 0.0 if product.node.op in operations.CONTRACTIONS else factor_of.given
-        rule = by_rule.not_finite(product, given, False)
+        rule = by_rule.cure_bad_vjp(product, given, False)
     words, cure = _with_float16(found.node, words, cure)
     return Finding.of(
         found,
@@ -226,7 +223,7 @@ def _backward_finding(
     is_inf = node.op == "log" and has_inf(observed, place)
     ends = users(observed, place, of_inf=True) if is_inf else []
     is_limit = culprit.given == 0 and not operations.BOUNDED.issuperset(ends)
-    of_rule = {} if is_limit else by_rule.not_finite(found, culprit.given, is_all)
+    of_rule = {} if is_limit else by_rule.cure_bad_vjp(found, culprit.given, is_all)
     words += f"{places} is not finite{through}{_made_before(observed, culprit)}"
     words, cure = _with_float16(node, words, cure)
     return Finding.of(

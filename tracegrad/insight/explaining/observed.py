@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,27 +99,11 @@ class Place:
         return self.steps[0] if self.steps else None
 
 
-class Places:
-    """Maps a node of one run to the corresponding node of an equal run."""
-
-    def __init__(self, nodes: Sequence[Node], others: Sequence[Node], path: Path):
-        self._path = path
-        self._nodes, self._others = nodes, others
-        self._known: dict[Any, Any] = {}
-
-    def of(self, here: Occurrence) -> Occurrence:
-        nodes, others = self._nodes, self._others
-        path = list(self._path)
-        for node, name in here.path:
-            other = self._one(nodes, others, node)
-            path.append((other, name))
-            nodes, others = node.region(name).nodes, other.region(name).nodes
-        return Occurrence(tuple(path), self._one(nodes, others, here.node))
-
-    def _one(self, nodes: Sequence[Node], others: Sequence[Node], node: Node) -> Any:
-        if nodes is others:
-            return node
-        if (node, id(others)) not in self._known:
-            pairs = zip(nodes, others, strict=True)
-            self._known.update(((a, id(others)), b) for a, b in pairs)
-        return self._known[node, id(others)]
+def same_place(here: Occurrence, theirs: Graph, ours: Graph, path: Path) -> Occurrence:
+    """Returns the node of `ours`, the graph at the end of a path, that corresponds to a node of
+    `theirs`, an equal graph."""
+    for node, name in here.path:
+        our_node = ours.nodes[theirs.nodes.index(node)]
+        path = (*path, (our_node, name))
+        theirs, ours = node.region(name), our_node.region(name)
+    return Occurrence(path, ours.nodes[theirs.nodes.index(here.node)])

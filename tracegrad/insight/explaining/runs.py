@@ -12,12 +12,13 @@ cotangents into others.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tracegrad import _jax
@@ -26,7 +27,7 @@ from tracegrad.differentiation.pull_back import active_inputs, node_vjp, reached
 from tracegrad.insight.explaining.custom_rules import refuse_closed_over
 from tracegrad.insight.explaining.cutting import is_large_call, runs_of
 from tracegrad.insight.explaining.detail import Detail
-from tracegrad.insight.explaining.observed import Key, Observed, Places
+from tracegrad.insight.explaining.observed import Key, Observed, same_place
 from tracegrad.insight.explaining.programs import Answer, Programs, programs_of
 from tracegrad.insight.explaining.statistics import INF, NAN, exact
 from tracegrad.ir import (
@@ -48,23 +49,22 @@ def measure(
     graph: Graph,
     sources: Sequence[bool],
     inputs: Sequence[Any],
-    seeds: Sequence[Any],
     detail: Detail,
 ) -> Observed:
-    """Measures a graph in a forward and a reverse pass.
+    """Measures a graph in a forward pass and in the reverse pass of its first output, a scalar.
 
     Args:
       graph: a traced function.
       sources: for each input whether it gets a cotangent.
       inputs: the arrays of the inputs.
-      seeds: for each output its cotangent, or None.
       detail: how much to measure.
     """
     found = _Measured(detail)
+    value, *others = graph.outputs
     # JAX's own checks would raise at the NaN that is to be explained.
     with jax.debug_nans(False), jax.debug_infs(False):
         level = _Level(found, graph)
-        level.seed(seeds, sources)
+        level.seed([jnp.ones((), dtype_of(value)), *[None] * len(others)], sources)
         outs = level.forward(inputs)
         found.note_each("output", outs)
         if detail is not Detail.FEW:
@@ -212,8 +212,8 @@ class _Run:
         users, members = level.graph.users, set(nodes)
         self.nodes, self.path, self.measured = nodes, level.path, level.measured
         self.inputs = list(dict.fromkeys(v for n in nodes for v in n.operands if v not in made))
-        # A value that nothing uses is an output, too: in an equal run it may be used later (the
-        # count of random numbers drawn, after the last layer).
+        # A value that nothing uses is an output, too, so that the run of the last layer equals the
+        # runs before it. (Each layer passes on the count of random numbers drawn.)
         self.outputs = [
             v
             for node in nodes
@@ -233,11 +233,11 @@ class _Run:
         self._is_kept = any(node.effects for node in nodes)
         self._kept: Any = None
 
-    @cached_property
+    @functools.cached_property
     def _few(self) -> Programs:
         return programs_of(self._graph, Detail.FEW)
 
-    @cached_property
+    @functools.cached_property
     def _all(self) -> Programs:
         return programs_of(self._graph, Detail.ALL)
 
@@ -336,11 +336,15 @@ class _Run:
         """Returns the result of a program, and notes what it has measured, under the nodes of this
         run (the program may have been traced from an equal run)."""
         result, stats, refused = answer
-        place = Places(programs.graph.nodes, self.nodes, self.path)
+
+        @functools.cache
+        def ours(here: Occurrence) -> Occurrence:
+            return same_place(here, programs.graph, self._graph, self.path)
+
         for (kind, here, k), stat in stats.items():
-            self.measured.stats[kind, here and place.of(here), k] = stat
+            self.measured.stats[kind, here and ours(here), k] = stat
         for here, words in refused.items():
-            self.measured.refused.setdefault(place.of(here), words)
+            self.measured.refused.setdefault(ours(here), words)
         return result
 
 

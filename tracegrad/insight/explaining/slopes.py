@@ -186,9 +186,9 @@ def changes_by_line(links: Sequence[Link], sign: int) -> dict[Any, list[tuple[fl
 def _lasting(changes: Sequence[float]) -> list[float]:
     """Returns the part of each change that later changes do not undo.
 
-    (A change of units, for example, is undone.) A change counts if it raises the highest level so
-    far; or, in the other count, if it raises the lowest level still to come. The count with the
-    smaller total is returned.
+    (A change of units, for example, is undone.) The level is the sum of the changes so far. One
+    count takes how much a change raises the highest level until then, the other how much it raises
+    the lowest level from then on. The function returns the count with the smaller total.
     """
     levels = [0.0, *itertools.accumulate(changes)]
     highest = list(itertools.accumulate(levels, max))

@@ -1,10 +1,10 @@
 """The statistics that `explain` computes of arrays; each is a vector of a few floats.
 
-NumPy computes a statistic, in double precision, since XLA would compile a program for each shape. A
-loop stacks the arrays to measure, if they are small and the measure takes `axes`, the number of
-leading axes that count steps. Every other statistic inside of a loop is part of the
-compiled program. XLA also computes statistics of arrays that are partly on other processes, and of
-large arrays on an accelerator.
+NumPy computes a statistic, in double precision, since XLA would compile a program for each shape.
+XLA computes the statistics of arrays that are partly on other processes, and of large arrays on an
+accelerator. Inside of a loop, the compiled program computes each statistic, with one exception: the
+loop stacks small arrays over its steps, and NumPy measures the stack by a measure that takes `axes`
+(the number of leading axes that count steps).
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def zero_gradients(
                 (path,),
                 cure=cure,
                 problem=is_zero and cause not in _HEALTHY and not factors,
-                **by_rule.no_gradient(cause, found),
+                **by_rule.cure_no_gradient(cause, found),
             )
 
 
@@ -184,7 +184,7 @@ def _is_all_zeros(array: Any) -> bool:
 def _nodes_that_give_zeros(observed: Observed, source: int) -> dict[Occurrence, tuple[str, Value]]:
     """Returns the nodes at which the gradient of a connected source becomes zero, each with the
     cause and the operand whose cotangent is zero."""
-    found: dict[Occurrence, tuple[str, Value]] = {}
+    causes: dict[Occurrence, tuple[str, Value]] = {}
     # For each value: the steps of the scans around it (if it dies in a step that is known), and
     # whether its gradient may be a sum, over its uses or over the steps of a scan.
     pending: list[tuple[Path, Value, tuple[int, ...], bool]]
@@ -208,16 +208,16 @@ def _nodes_that_give_zeros(observed: Observed, source: int) -> dict[Occurrence, 
                 pending += [(path, out, steps, False) for out in node.outputs]
             elif not is_entered(node):
                 if is_sum and _gives_some(observed, place, value):
-                    found[here] = "cancelled", value
+                    causes[here] = "cancelled", value
                     break
-                found[here] = _why_zero(observed, place, value), value
+                causes[here] = _why_zero(observed, place, value), value
             else:
                 is_cond = node.primitive is _jax.COND
                 # The branches that ran at any step, and the branches that ran at this step.
                 places = Place(here), place
                 ran, now = (observed.branches(p) if is_cond else node.regions for p in places)
                 if node.primitive is _jax.SCAN and node.params["length"] == 0:
-                    found[here] = "no steps", value
+                    causes[here] = "no steps", value
                     continue
                 for path_inside, inner in inside(here, value):
                     if path_inside[-1][1] in now:
@@ -227,7 +227,7 @@ def _nodes_that_give_zeros(observed: Observed, source: int) -> dict[Occurrence, 
                     elif path_inside[-1][1] not in ran:
                         branch = observed.region(path_inside)
                         if inner in branch.users or inner in branch.results:
-                            found[here] = "untaken branch", value
+                            causes[here] = "untaken branch", value
         for outer, each in onward(path, value) if path else ():
             scans = sum(node.primitive is _jax.SCAN for node, _ in path[:-1])
             call = Place(Occurrence(path[:-1], path[-1][0]), steps[:scans])
@@ -235,7 +235,7 @@ def _nodes_that_give_zeros(observed: Observed, source: int) -> dict[Occurrence, 
                 pending.append((outer, each, _with_last_step(observed, call, each), False))
             elif not observed.arrives(call, call.node.outputs.index(each)):
                 pending.append((outer, each, call.steps, False))
-    return found
+    return causes
 
 
 def _with_last_step(observed: Observed, call: Place, inner: Value) -> tuple[int, ...]:

@@ -121,9 +121,10 @@ def find_matches(
         gradient passes, and the matches in a loss to which `tracegrad.grad` and the like have
         already applied the rules in force.
 
-    An identity that an earlier rule put behind a match has the scope and the line of the match. It
-    is dropped from the end of each match, so that the gradient meets the rules in their order, and
-    each rule once.
+    An earlier rule may have put an identity function behind an operation. The identity has the
+    scope and the line of the operation, so that the selector finds both as one match. Such an
+    identity is dropped from the end of the match: this rule then acts between the operation and the
+    identity, and the gradient meets the earlier rule first, and each rule once.
 
     Raises:
       NoMatchError: nothing matches, and `missing_ok` is false.
