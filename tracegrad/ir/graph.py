@@ -21,8 +21,7 @@ from typing import Any
 import jax
 
 from tracegrad import _jax
-from tracegrad.ir import folding, match, text, verification, walking
-from tracegrad.ir.engine import engine
+from tracegrad.ir import engine, folding, match, text, verification, walking
 from tracegrad.ir.nodes import Atom, Node, Value
 from tracegrad.ir.occurrence import Matches, Occurrence
 from tracegrad.ir.selector import Selector
