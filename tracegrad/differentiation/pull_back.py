@@ -17,11 +17,9 @@ import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax
-from tracegrad._jax.caches import Cache
 from tracegrad.differentiation.connectivity import Walk
 from tracegrad.differentiation.indexed_slices import is_slices
 from tracegrad.ir import (
-    Apply,
     CustomGradient,
     Graph,
     Node,
@@ -36,7 +34,6 @@ from tracegrad.ir.importer import graph_of
 from tracegrad.ir.notes import add_note
 from tracegrad.ir.occurrence import users_line
 from tracegrad.ir.operations import CONNECTING
-from tracegrad.ir.program_keys import params_key
 from tracegrad.ir.running import read, run_node
 from tracegrad.tracing.user_errors import explain_loop, explain_rule
 
@@ -45,8 +42,6 @@ Aggregation = Callable[[Sequence[Any]], Any]
 # Takes a node, the cotangents of its results, and the positions of some inputs; returns the
 # cotangents of these inputs. None stands for no cotangent.
 NodeVJP = Callable[[Node, Sequence[Any], Sequence[int]], list[Any]]
-
-_VJPS: Cache[Any, list[Any]] = Cache(2048)  # the lists of `_trace_repeated_vjp`: [] or [program]
 
 
 def running_sum(terms: Sequence[Any]) -> Any:
@@ -195,39 +190,15 @@ def _jax_vjp(
     # only such results depend on is not called; the rule could return a gradient even for zeros.
     flowing = [i for i, ct in enumerate(cotangents) if ct is not None]
     operands = read(node.inputs, values)
-
-    def pull(operands: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+    try:
         run = functools.partial(run_node, node)
         _, vjp = _jax.vjp_of_some(run, operands, active, flowing)
-        return list(vjp(list(cotangents)))
-
-    try:
-        if isinstance(node, Apply) and not node.effects:
-            pull = _trace_repeated_vjp(node, pull, active, flowing)
-        return pull(operands, [cotangents[i] for i in flowing])
+        return list(vjp([cotangents[i] for i in flowing]))
     except Exception as error:
         types = [atom.aval for atom in node.inputs]
         program = functools.partial(_jax.program_of_one, node.primitive, node.params, types)
         explain_node(error, node, lambda: graph_of(program()))
         raise
-
-
-def _trace_repeated_vjp(
-    node: Node, pull: Callable[..., Any], active: Sequence[int], flowing: Sequence[int]
-) -> Callable[..., list[Any]]:
-    """Returns `pull`; from the second equal operation on, returns a program of it that is traced
-    once: models repeat operations, and tracing a VJP takes ten times as long as running it."""
-    operands, results = ([v.aval for v in atoms] for atoms in (node.inputs, node.outputs))
-    types = (*operands, *(results[i] for i in flowing))
-    params, settings = params_key(node.params), node.source[1]
-    key = node.primitive, params, settings, types, tuple(active), tuple(flowing)
-    traced = _VJPS.get(key)
-    if traced is None:
-        _VJPS.put(key, [])
-        return pull
-    if not traced:
-        traced.append(jax.make_jaxpr(pull)(operands, [results[i] for i in flowing]))
-    return lambda operands, cotangents: _jax.eval_program(traced[0], [*operands, *cotangents])
 
 
 def explain_node(error: Exception, node: Node, program: Callable[[], Graph]) -> None:
