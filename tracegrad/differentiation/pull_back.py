@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax

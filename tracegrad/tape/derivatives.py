@@ -23,7 +23,7 @@ from tracegrad.ir.dependence import (
 )
 from tracegrad.ir.importer import graph_of
 from tracegrad.ir.running import run_graph
-from tracegrad.tape.effects import remove_repeated_effects
+from tracegrad.rewriting.host_calls import without_past_effects
 
 Fun = Callable[..., list[Any]]
 # ``(active, operands, results, cotangents) -> operand cotangents``: `active` has the positions of
@@ -165,7 +165,7 @@ def _transpose_silently(
         trees.append(transpose_tree)
         return residuals
 
-    before = remove_repeated_effects(graph_of(jax.make_jaxpr(transpose_saved)(saved)))
+    before = without_past_effects(graph_of(jax.make_jaxpr(transpose_saved)(saved)))
     transpose: Callable[..., Any] = jax.tree.unflatten(trees[-1], run_graph(before, saved))
     return transpose
 

@@ -45,6 +45,15 @@ def run_program(program: Any, args: Sequence[Any], instead: Replacements) -> lis
     return run_graph(_replace_constants(graph, instead), [*args, *steps])
 
 
+def has_host_results(program: Any) -> bool:
+    """Whether a program calls the host for results, on which later operations may depend."""
+    return any(
+        node.effects and node.outputs and _jax.calls_host([node.op])
+        for region in graph_of(program).regions_below
+        for node in region.nodes
+    )
+
+
 def _replace_constants(graph: Graph, instead: Replacements) -> Graph:
     """Also in inner regions."""
     if not instead:
