@@ -100,7 +100,7 @@ def _basis(shape: Sequence[int], like: Any) -> Any:
 
 
 def _ones(target: Any) -> Any:
-    aval = _jax.array_type(target)
+    aval = jax.typeof(target)
     return _jax.varying_as(jnp.ones(aval.shape, aval.dtype), aval)
 
 
@@ -375,7 +375,7 @@ def _explain_error(
 ) -> None:
     """Adds to an error the user's line of the operation that failed, and the cure."""
     computation, info = cast(Computation, entry.computation), entry.source_info
-    types = [_jax.array_type(arrays[slot]) for slot in entry.args]
+    types = [jax.typeof(arrays[slot]) for slot in entry.args]
     graph = whole = trace_operation(computation.called, types, info)
     if len(graph.nodes) != 1:  # a pull-back, in which several operations run
         whole = trace_operation(compiled(computation.called, computation.name), types, info)
