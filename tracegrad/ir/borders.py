@@ -52,7 +52,8 @@ def with_regions(node: Node, edits: Mapping[str, Edited], where: Where) -> Writt
     if isinstance(node, CustomGradient):
         return _write_by_jax(node, edits, where, _make_rule(node, edits))
     if node.op == "shard_map":
-        return _write_by_jax(node, edits, where, _make_shard_map(node, edits["jaxpr"]))
+        inside = _close_over_ports(edits["jaxpr"])
+        return _write_by_jax(node, edits, where, _jax.shard_map_like(node.params, inside))
     called = _jax.CALLS_WITH_RULES.get(node.op)
     if called is not None:
         # The call's rule belongs to the unedited program: inline the edited program without it.
@@ -224,18 +225,6 @@ def _close_over_ports(
 
     run.__name__ = run.__qualname__ = region.name
     return run
-
-
-def _make_shard_map(node: Node, edited: Edited) -> Callable[..., Sequence[Any]]:
-    params = node.params
-    mapped: Callable[..., Sequence[Any]] = jax.shard_map(
-        _close_over_ports(edited),
-        mesh=params["mesh"],
-        in_specs=tuple(params["in_specs"]),
-        out_specs=list(params["out_specs"]),
-        **_jax.shard_map_options(params),
-    )
-    return mapped
 
 
 def _make_rule(node: CustomGradient, edits: Mapping[str, Edited]) -> Callable[..., Sequence[Any]]:
