@@ -28,7 +28,6 @@ from tracegrad.ir.wording import counted, described, listed
 from tracegrad.rewriting.operation import check_cotangent
 from tracegrad.rewriting.traced_gradients import OpenedProgram
 from tracegrad.tracing.leaves import leaves_with_paths
-from tracegrad.tracing.statics import is_none
 
 
 @dataclass(frozen=True)
@@ -180,21 +179,12 @@ def _match_to_arguments(args: tuple[Any, ...], returned: Any) -> list[Any] | Non
     found: list[Any] = []
     for argument, gradient in zip(args, returned):
         structure: Any
-        structure_found: Any
-        values, structure = jax.tree.flatten(argument, is_leaf=is_none)
-        are_inputs = list(map(is_traced, values))
-        if gradient is None:
-            found += [None] * sum(are_inputs)
-            continue
-        # IndexedSlices may be a subtree, if the argument is one, or the gradient of one array.
-        leaves, structure_found = jax.tree.flatten(gradient, is_leaf=is_none)
-        if structure_found != structure:
-            leaves, structure_found = jax.tree.flatten(gradient, is_leaf=_is_gradient)
-        if structure_found != structure:
+        leaves, structure = jax.tree.flatten(argument)
+        try:
+            each = [None] * len(leaves) if gradient is None else structure.flatten_up_to(gradient)
+        except ValueError:
             return None
-        found += itertools.compress(leaves, are_inputs)
+        if not jax.tree_util.all_leaves(each, lambda leaf: leaf is None or is_slices(leaf)):
+            return None  # nested more deeply than the argument
+        found += itertools.compress(each, map(is_traced, leaves))
     return found
-
-
-def _is_gradient(tree: object) -> bool:
-    return tree is None or is_slices(tree)
