@@ -1,7 +1,8 @@
-"""The reverse pass: cotangents of a graph's outputs → cotangents of any of its values.
+"""The reverse pass of a graph, node by node: cotangents of its outputs → cotangents of its values.
 
-JAX supplies each node's VJP, at the values of the node's operands; no derivative formula is written
-here. A node's forward pass runs again inside its VJP; XLA drops the unused parts.
+`explain` measures gradients by this pass; tapes pull cotangents back entry by entry. JAX supplies
+each node's VJP, at the values of the node's operands; no derivative formula is written here. A
+node's forward pass runs again inside its VJP; XLA drops the unused parts.
 """
 
 from __future__ import annotations
@@ -38,9 +39,6 @@ from tracegrad.tracing.user_errors import explain_loop, explain_rule
 
 # Adds up the cotangents (at least one) that one value gets from its different uses.
 Aggregation = Callable[[Sequence[Any]], Any]
-# Takes a node, the cotangents of its results, and the positions of some inputs; returns the
-# cotangents of these inputs. None stands for no cotangent.
-NodeVJP = Callable[[Node, Sequence[Any], Sequence[int]], list[Any]]
 
 
 def running_sum(terms: Sequence[Any]) -> Any:
@@ -71,7 +69,7 @@ def pull_back(
     cotangents: Mapping[Value, Sequence[Any]],
     wanted: Sequence[Value],
     reached: AbstractSet[Value],
-    through: NodeVJP,
+    through: Callable[[Node, Sequence[Any], Sequence[int]], list[Any]],
 ) -> list[Any]:
     """Pulls cotangents back through a graph, node by node in reverse order.
 
@@ -81,7 +79,8 @@ def pull_back(
       wanted: the values whose cotangents are returned; None for a value that no value with a
         cotangent depends on.
       reached: the values on the paths to the wanted values, from `reached_from`.
-      through: pulls cotangents back through one node.
+      through: takes a node, the cotangents of its results, and the positions of some inputs;
+        returns the cotangents of these inputs. None stands for no cotangent.
     """
     terms_of = {value: list(terms) for value, terms in cotangents.items()}
 

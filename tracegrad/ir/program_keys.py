@@ -152,7 +152,7 @@ def _bits_key(value: Any) -> tuple[Any, ...]:
     return array.dtype, array.shape, digest
 
 
-def rule_key(node: CustomGradient, *, is_of_operation: bool = False) -> Any:
+def rule_key(node: CustomGradient, *, is_of_operation: bool) -> Any:
     """Returns a key that is equal for custom gradients with the same primal and the same rule.
 
     A rule is Python code, and a call may make a new rule each time; so the key contains the

@@ -138,7 +138,7 @@ def write_through(
     where: Where,
     traced: dict[Any, Any],
     *,
-    taps: Sequence[Any] = (),
+    taps: Sequence[Any],
 ) -> Written:
     """Traces a function of a value and the taps into nodes that define another value, as `write`.
     `traced` caches programs: a function is traced once for all values of one type."""

@@ -124,10 +124,10 @@ def differentiate_record(
     sources: Sequence[int],
     targets: Sequence[int],
     derivative: Derivative,
-    seeds: Sequence[Any] = (),
-    stopped: Collection[int] = frozenset(),
-    aggregate: Aggregation | None = None,
-    gated: bool = False,
+    seeds: Sequence[Any],
+    stopped: Collection[int],
+    aggregate: Aggregation | None,
+    gated: bool,
 ) -> list[Any]:
     """Returns the derivative for each source; None for a source that is connected to no target.
 
@@ -137,7 +137,7 @@ def differentiate_record(
       derivative: the kind of derivative to compute.
       seeds: the cotangent of each target (None: ones); empty for a Jacobian.
       stopped: slots that count as constants: no cotangent goes back through them.
-      aggregate: adds the cotangents that reach one value; default: one after the other.
+      aggregate: adds the cotangents that reach one value; None: one after the other.
       gated: whether an XLA barrier releases the cotangents of an operation's operands together.
     """
     rule_sets = rules_in_force()

@@ -179,8 +179,8 @@ def add_residuals(
     previous_count: int,
     active_groups: Sequence[tuple[int, ...]],
     types: Sequence[Any],
-    is_whole: bool = False,
-    has_rules: bool = True,
+    is_whole: bool,
+    has_rules: bool,
 ) -> tuple[Fun, PullBack, int, Any, frozenset[int]]:
     """Returns a forward of `fun`: a function that returns the results of `fun`, then residuals, the
     values that the derivative needs.
