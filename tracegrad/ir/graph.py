@@ -224,10 +224,10 @@ class Graph:
         return folding.of_text(str(self))
 
     def verify(self) -> None:
-        """Checks that the graph is a valid program, with JAX's own checker, each region once.
+        """Checks that the graph is a valid program, each region once.
 
         Every value must be defined once and before its uses, and have the type that JAX's typing
-        rules give. Raises GraphError with the wrong node and its source line.
+        rule of its operation gives. Raises GraphError with the wrong node and its source line.
         """
         verification.verify(self)
 
