@@ -29,11 +29,11 @@ from tracegrad.variables.trees import without_variables
 _LEVELS = 5
 
 
-class _Tracing(threading.local):
+class _Pullbacks(threading.local):
     depth = 0  # the number of nested pullbacks that are being traced
 
 
-_tracing = _Tracing()
+_pullbacks = _Pullbacks()
 
 
 @dataclass(frozen=True)
@@ -86,19 +86,19 @@ class AnnotatedCall:
         grad_fn, operands = list_variables(reads, self.fun, grad_fn, len(args))
         if operands:
             args, arrays = (*args, operands), (*arrays, *operands)
-        if _tracing.depth == _LEVELS:
+        if _pullbacks.depth == _LEVELS:
             text = (
                 f"the gradient function of {described(self.fun)} is called by gradient functions "
                 f"that call one another, {_LEVELS} deep: derivatives are defined up to that order"
             )
             return y, RecursionError(text), []
-        _tracing.depth += 1
+        _pullbacks.depth += 1
         try:
             pullback, values = trace_pullback(self.fun, args, grad_fn, arrays, y)
         except Exception as error:
             return y, error, []
         finally:
-            _tracing.depth -= 1
+            _pullbacks.depth -= 1
         return y, pullback, values
 
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from tracegrad import _jax
-from tracegrad.annotations.calls import add_note_on_error, input_names, is_traced
+from tracegrad.annotations.calls import add_note_on_error, input_names, is_input
 from tracegrad.differentiation.indexed_slices import IndexedSlices, is_slices
 from tracegrad.ir.dependence import dependence
 from tracegrad.ir.importer import graph_of
@@ -130,7 +130,7 @@ def compute_input_gradients(
     if found is None:
         flat = leaves_with_paths(returned, NoneType, IndexedSlices)
         leaves = leaves_with_paths(args, NoneType)
-        are_inputs = [is_traced(leaf) for _, leaf in leaves]
+        are_inputs = [is_input(leaf) for _, leaf in leaves]
         found = [gradient for _, gradient in flat]
         if len(flat) == len(arrays):
             leaves = list(itertools.compress(leaves, are_inputs))
@@ -156,13 +156,13 @@ def compute_input_gradients(
     def function() -> str:
         return f" {described(grad_fn)} of {described(fun)}"
 
-    def check(i: int, gradient: Any, stays: bool) -> Any:
+    def check(i: int, gradient: Any, is_sparse: bool) -> Any:
         aval = jax.typeof(arrays[i])
 
         def name() -> str:
             return f"input {input_names(fun, args)[i]}"
 
-        if stays and is_slices(gradient):
+        if is_sparse and is_slices(gradient):
             jax.eval_shape(lambda slices: check_cotangent(slices, aval, function, name), gradient)
             return gradient.shaped_as(aval)
         return check_cotangent(gradient, aval, function, name)
@@ -186,5 +186,5 @@ def _match_to_arguments(args: tuple[Any, ...], returned: Any) -> list[Any] | Non
             return None
         if not jax.tree_util.all_leaves(each, lambda leaf: leaf is None or is_slices(leaf)):
             return None  # nested more deeply than the argument
-        found += itertools.compress(each, map(is_traced, leaves))
+        found += itertools.compress(each, map(is_input, leaves))
     return found

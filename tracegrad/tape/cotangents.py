@@ -251,16 +251,14 @@ class _Pass:
                 table = jax.typeof(self.arrays[entry.args[0]])
                 return {0: result_cts[0].shaped_as(table).astype(table.dtype)}
             result_cts = {k: ct.to_dense() if is_slices(ct) else ct for k, ct in result_cts.items()}
-        slots = [entry.args[i] for i in active]
-        sparse = tuple([slot in self.tables for slot in slots])
         if isinstance(computation, RecordedRule):
-            may_be_slices = [slot in self.tables for slot in entry.args]
-            operand_cts = computation.pull_back(
-                [result_cts.get(k) for k in range(len(entry.results))], may_be_slices
-            )
+            dys = [result_cts.get(k) for k in range(len(entry.results))]
+            sparse = tuple([slot in self.tables for slot in entry.args])
+            operand_cts = computation.pull_back(dys, sparse)
             return {k: operand_cts[i] for k, i in enumerate(active) if operand_cts[i] is not None}
         if computation.has_effects and computation.count is None:
             computation.refuse_second_run(active, [self.arrays[s] for s in entry.args])
+        sparse = tuple([entry.args[i] in self.tables for i in active])
         pull = computation.pull(active, tuple(result_cts), len(entry.args), sparse)
         needed = map(self.arrays.__getitem__, entry.needed)
         return dict(_run_recorded(pull, [*needed, *result_cts.values()]))

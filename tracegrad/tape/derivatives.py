@@ -176,7 +176,7 @@ def _transpose_silently(
 def add_residuals(
     fun: Fun,
     pull_back_of_fun: PullBack,
-    previous_count: int,
+    count_without_last_residuals: int,
     active_groups: Sequence[tuple[int, ...]],
     types: Sequence[Any],
     is_whole: bool,
@@ -198,8 +198,8 @@ def add_residuals(
     Args:
       fun: a function, or a forward, whose results end with residuals.
       pull_back_of_fun: the pull-back of `fun`; used if `fun` is a forward.
-      previous_count: how many results `fun` had before its last residuals were added (1 for the
-        second line above); 0 if `fun` is no forward.
+      count_without_last_residuals: the number of results of `fun` without its last residuals (1
+        for the second line above); 0 if `fun` is no forward.
       active_groups: the sets of operands that may be differentiated together, the smallest first;
         the last set has all operands. Residuals are saved for each set: a function with a custom
         rule that does not depend on a set is called, not differentiated.
@@ -262,7 +262,8 @@ def add_residuals(
         cotangents: Mapping[int, Any],
     ) -> dict[int, Any]:
         # Without custom rules, one derivative serves all results: one loop runs, not two.
-        begin = previous_count if has_rules or max(cotangents) < previous_count else 0
+        first = count_without_last_residuals
+        begin = first if has_rules or max(cotangents) < first else 0
         of_previous = {k: ct for k, ct in cotangents.items() if k < begin}
         of_fun = {k: ct for k, ct in cotangents.items() if begin <= k < count}
         of_residuals = {k: ct for k, ct in cotangents.items() if k >= count}

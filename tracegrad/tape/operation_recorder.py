@@ -176,7 +176,7 @@ class OperationRecorder(ForwardingTrace):
         return not rules_in_force() and all(record.keeps_operations for record in watching)
 
     def watching(self, operands: Sequence[Any]) -> list[Record]:
-        return [record for record in self.records if record.tracks(operands)]
+        return [record for record in self.records if record.note_use(operands)]
 
     def apply(
         self, computation: Computation, operands: Sequence[Any], watching: Sequence[Record]
