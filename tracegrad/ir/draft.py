@@ -59,7 +59,7 @@ class Draft:
         return self._node_by_key[node.key]
 
     def now_of(self, nodes: Sequence[Node], match: Occurrence) -> list[Node]:
-        """Returns the nodes as edited so far: matches in their regions are edited before."""
+        """Returns what replaces the nodes so far: matches inside their regions are edited first."""
         found = [each for node in nodes for each in self.now[node.key]]
         if [node.outputs for node in found] != [node.outputs for node in nodes]:
             raise GraphError(
