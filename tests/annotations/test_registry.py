@@ -271,6 +271,20 @@ def test_a_gradient_that_was_replaced_is_gone(computed, name):
 
 
 @each_sine
+def test_a_gradient_registered_anew_is_the_one_that_runs_also_in_an_open_block(computed, name):
+    factor_registered(name, 2.0)
+    f, x = within_of(name, computed), jnp.float32(1.0)
+    _, pull_back = jax.vjp(f, x)
+    with tg.gradient_override_map({"sin": name}), tg.GradientTape(persistent=True) as tape:
+        tape.watch(x)
+        y = computed(x)
+        for factor in (2.0, 3.0, 2.0):
+            factor_registered(name, factor)
+            found = [pull_back(1.0)[0], tape.gradient(y, x), tg.grad(computed)(x), jax.grad(f)(x)]
+            assert set(map(float, found)) == {factor}
+
+
+@each_sine
 def test_of_nested_blocks_the_innermost_wins_wherever_the_gradient_is_taken(computed, name):
     outer, inner = f"{name}, outer", f"{name}, inner"
     factor_registered(outer, 2.0)

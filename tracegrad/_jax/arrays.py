@@ -152,17 +152,6 @@ def type_key(value: Any) -> Any:
     return value.shape, value.dtype, bool(getattr(value, "weak_type", False))
 
 
-_SINGLE = jax.sharding.SingleDeviceSharding
-
-
-def array_type(array: Any) -> Any:
-    """Returns ``jax.typeof(array)``, for an array on one device in a tenth of the time."""
-    # A tracer has no sharding, and before JAX 0.12 its error takes as long as its whole program.
-    if not is_tracer(array) and type(getattr(array, "sharding", None)) is _SINGLE:
-        return array.aval
-    return jax.typeof(array)
-
-
 def struct(shape: Sequence[Any], dtype: Any, weak_type: bool = False) -> Any:
     """Returns a `jax.ShapeDtypeStruct`, whose constructor JAX has not annotated with types yet."""
     return jax.ShapeDtypeStruct(tuple(shape), dtype, weak_type=weak_type)  # type: ignore[no-untyped-call]

@@ -6,7 +6,7 @@ Each difference has a name for its purpose, the reason, and the release at which
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -129,14 +129,26 @@ def policy_name(policy: Any) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", str(name)).lower()
 
 
-def shard_map_options(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keyword arguments, without mesh and specs, with which `jax.shard_map` makes an
-    equation with these parameters.
+def shard_map_like(
+    params: Mapping[str, Any],
+    fun: Callable[..., Sequence[Any]],
+    in_specs: Sequence[Any] | None = None,
+    out_specs: Sequence[Any] | None = None,
+) -> Callable[..., Sequence[Any]]:
+    """Returns `fun`, which returns a list, in a `jax.shard_map` with the parameters of an equation;
+    the specs are by default the equation's.
 
     The supported versions call the manual axes ``newly_manual_axes``.
     """
-    axes = params.get("newly_manual_axes", params.get("manual_axes", frozenset()))
-    return {"axis_names": axes, "check_vma": params["check_vma"]}
+    mapped: Callable[..., Sequence[Any]] = jax.shard_map(
+        fun,
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"] if in_specs is None else in_specs),
+        out_specs=list(params["out_specs"] if out_specs is None else out_specs),
+        axis_names=params.get("newly_manual_axes", params.get("manual_axes", frozenset())),
+        check_vma=params["check_vma"],
+    )
+    return mapped
 
 
 # Whether XLA merges recomputed code with the original on some backend (`keep_recompute_options`).

@@ -57,8 +57,8 @@ def with_tangent(
 def with_cotangent(change: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:
     """Returns an identity function whose VJP rule is ``change(cotangent)``.
 
-    The forward pass does not call the function with the rule. So a second derivative
-    differentiates a plain identity, and forward mode over reverse mode works.
+    The forward pass of the rule is a plain identity, without the rule. So a second derivative is
+    that of an identity, and forward mode over reverse mode works.
 
     Args:
       change: maps the cotangent of the result to the cotangent of the argument, or to None. A mark

@@ -8,7 +8,7 @@ from typing import Any
 from jax.extend.mlir import deserialize_portable_artifact
 from jax.interpreters import mlir  # noqa: TID251 (for a context to parse programs)
 
-from tracegrad._jax.replacement import Settings
+from tracegrad._jax.replacement import settings
 
 
 def symbolic_constraints(avals: Sequence[Any]) -> list[str]:
@@ -30,7 +30,7 @@ def symbolic_constraints(avals: Sequence[Any]) -> list[str]:
 # programs do not depend on the folder of the code, nor reveal the folder. A user's own value is
 # kept.
 _NO_FOLDERS = {"jax_hlo_source_file_canonicalization_regex": r".*[/\\]"}
-without_folders = Settings(_NO_FOLDERS, unless_set=True).in_place
+without_folders = settings(_NO_FOLDERS, unless_set=True)
 
 
 # The dialects of the programs, modules and functions that `jax.export` writes.

@@ -19,7 +19,7 @@ from tracegrad._jax.compat import (
     effects_of,
     opened,
     parts_of,
-    shard_map_options,
+    shard_map_like,
 )
 from tracegrad._jax.traces import in_a_new_thread
 
@@ -291,13 +291,11 @@ def in_mesh_of(shard_map: Mapping[str, Any], run: Callable[[], None]) -> Callabl
     """Returns a function that calls `run` while JAX traces a `jax.shard_map` with these parameters,
     in which axis names are defined, and types say over which axes values vary."""
 
-    def body() -> tuple[()]:
+    def body() -> list[Any]:
         run()
-        return ()
+        return []
 
-    mapped: Callable[[], tuple[()]] = jax.shard_map(
-        body, mesh=shard_map["mesh"], in_specs=(), out_specs=(), **shard_map_options(shard_map)
-    )
+    mapped = shard_map_like(shard_map, body, in_specs=(), out_specs=())
 
     def run_inside() -> None:
         jax.make_jaxpr(lambda: mapped())()

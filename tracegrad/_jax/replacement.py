@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import jax
@@ -18,15 +19,35 @@ ReplacedPlace = tuple[Any, str, Callable[[Function], Any]]
 _INHERITED: Any = object()
 
 
+def _read_function(owner: Any, name: str) -> Any:
+    return vars(owner).get(name, _INHERITED)
+
+
+def _write_function(owner: Any, name: str, function: Any) -> None:
+    # `type`'s own methods, because a metaclass may forbid setting and deleting attributes.
+    if function is _INHERITED:
+        (type.__delattr__ if isinstance(owner, type) else delattr)(owner, name)
+    else:
+        (type.__setattr__ if isinstance(owner, type) else setattr)(owner, name, function)
+
+
 class Replacement:
     """Replaces functions of modules and classes, and counts the users of the replacements.
 
     All threads see a replacement, so it has to behave like the original on threads without a user.
     Code that imported the original by name still calls the original. If two users replace the same
     function, the first replacement stays. After the last user, all originals are back.
+
+    Args:
+      read, write: read and set a function by its owner and name.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        read: Callable[[Any, str], Any] = _read_function,
+        write: Callable[[Any, str, Any], None] = _write_function,
+    ) -> None:
+        self._read, self._write = read, write
         self._lock = threading.Lock()
         self._user_count = 0
         self._originals: dict[tuple[Any, str], Function] = {}
@@ -48,11 +69,12 @@ class Replacement:
             new: dict[tuple[Any, str], Function] = {}
             for owner, name, make in places:
                 if (owner, name) not in self._originals:
-                    original = originals[owner, name] = vars(owner).get(name, _INHERITED)
+                    original = originals[owner, name] = self._read(owner, name)
                     is_inherited = original is _INHERITED
                     new[owner, name] = make(getattr(owner, name) if is_inherited else original)
             self._originals |= originals
-            _set_functions(new)
+            for place, function in new.items():
+                self._write(*place, function)
             self._user_count += 1
 
     def put_back(self) -> None:
@@ -60,53 +82,23 @@ class Replacement:
         with self._lock:
             self._user_count -= 1
             if not self._user_count:
-                _set_functions(self._originals)
+                for place, original in self._originals.items():
+                    self._write(*place, original)
                 self._originals.clear()
 
 
-def _set_functions(functions: Mapping[tuple[Any, str], Function]) -> None:
-    for (owner, name), function in functions.items():
-        # `type`'s own methods, because a metaclass may forbid setting and deleting attributes.
-        if function is _INHERITED:
-            (type.__delattr__ if isinstance(owner, type) else delattr)(owner, name)
-        else:
-            (type.__setattr__ if isinstance(owner, type) else setattr)(owner, name, function)
-
-
-class Settings:
-    """Changes settings of `jax.config` while there are users; all threads share the settings.
+def settings(
+    values: Mapping[str, Any], *, unless_set: bool = False
+) -> Callable[[], AbstractContextManager[None]]:
+    """Returns a context manager that changes settings of `jax.config`, which all threads share.
 
     Args:
       values: the value of each setting.
       unless_set: whether a setting keeps a value that the user gave it.
     """
 
-    def __init__(self, values: Mapping[str, Any], *, unless_set: bool = False):
-        self._values = values
-        self._unless_set = unless_set
-        self._lock = threading.Lock()
-        self._user_count = 0
-        self._before: dict[str, Any] = {}
+    def place(name: str, value: Any) -> ReplacedPlace:
+        return jax.config, name, lambda old: old if unless_set and old is not None else value
 
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Changes the settings in a block."""
-        with self._lock:
-            if not self._user_count:
-                before = {name: getattr(jax.config, name) for name in self._values}
-                is_kept = {name for name in before if self._unless_set and before[name] is not None}
-                self._before = {name: before[name] for name in before.keys() - is_kept}
-                _configure({name: self._values[name] for name in self._before})
-            self._user_count += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._user_count -= 1
-                if not self._user_count:
-                    _configure(self._before)
-
-
-def _configure(values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        jax.config.update(name, value)  # type: ignore[no-untyped-call]
+    replacement = Replacement(getattr, lambda config, name, value: config.update(name, value))
+    return functools.partial(replacement.in_place, [place(*each) for each in values.items()])

@@ -51,15 +51,6 @@ def returned_gradients(
     return seen
 
 
-def with_witnesses(values: Sequence[Any], first: int, seen: set[int]) -> list[Any]:
-    """Puts witnesses around the values. When the values are differentiated, the witnesses add to
-    `seen` the positions, counted from `first`, of values whose cotangent is no symbolic zero."""
-    return [
-        with_witness(value, i, seen) if has_gradient(value) else value
-        for i, value in enumerate(values, first)
-    ]
-
-
 def with_witness(value: Any, position: int, seen: set[int]) -> Any:
     """Puts a witness around a value; the witness adds `position` to `seen` when a cotangent that is
     no symbolic zero comes back to the value."""

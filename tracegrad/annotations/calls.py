@@ -67,8 +67,8 @@ def require_callable(fun: object, annotation: str) -> None:
 # --------------------------------------------------------------------------------- arguments
 
 
-def is_traced(leaf: object) -> bool:
-    """Whether a leaf of the arguments is traced as an array: arrays and floating point numbers are.
+def is_input(leaf: object) -> bool:
+    """Whether a leaf of the arguments is an input, traced as an array: arrays and floats are.
     Python's ints and bools, and NumPy's integer scalars, stay Python values: they are axes, sizes
     and flags, on which a function may branch."""
     if isinstance(leaf, np.generic):
@@ -80,12 +80,12 @@ def is_traced(leaf: object) -> bool:
 
 def is_array_like(leaf: object) -> bool:
     """Whether JAX can make an array of a leaf."""
-    return isinstance(leaf, int) or is_traced(leaf) or isinstance(leaf, np.integer | np.bool_)
+    return isinstance(leaf, int) or is_input(leaf) or isinstance(leaf, np.integer | np.bool_)
 
 
 def inputs_in(arguments: Any) -> Parted:
     """Splits arguments into the inputs, which are the traced arrays, and the Python values."""
-    return Parted.of(arguments, is_traced)
+    return Parted.of(arguments, is_input)
 
 
 # ------------------------------------------------------------------------------------- naming

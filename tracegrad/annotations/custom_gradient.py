@@ -33,11 +33,10 @@ from tracegrad.annotations.variables import (
     flatten_with_variables,
     require_variables_parameter,
     substitute_variables,
-    take_variables_as_inputs,
 )
 from tracegrad.tape.recorded_rules import RecordedRule
 from tracegrad.tape.recorder import Recorder
-from tracegrad.variables.reading import Operands, Reads, ReadsOutside
+from tracegrad.variables.reading import Operands, Reads, Substitute
 from tracegrad.variables.trees import without_variables
 
 P = ParamSpec("P")
@@ -152,18 +151,19 @@ def _call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     trace = _jax.current_trace(None)
     recorder = trace if isinstance(trace, Recorder) and trace.runs_rules_on_values else None
     if recorder is not None or isinstance(trace, _jax.TopLevelTrace):
-        return _call_on_values(Reads(fun, args_with_variables), fun, args, kwargs, recorder)
-    return _call_traced(Operands(fun, args_with_variables), fun, args, kwargs)
+        return _call_on_values(fun, args_with_variables, args, kwargs, recorder)
+    return _call_traced(fun, args_with_variables, args, kwargs)
 
 
 def _call_on_values(
-    reads: Reads,
     fun: Callable[..., Any],
+    args_with_variables: tuple[Any, ...],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     recorder: Recorder | None,
 ) -> Any:
     """Runs the function on values; `recorder`, if any, records the call for the active tapes."""
+    reads = Reads(fun, args_with_variables)
     call = AnnotatedCall(fun, args, kwargs, inputs_in(args))
     arrays = [  # copies NumPy arrays: the user may change them before the gradient is computed
         jnp.array(each) if isinstance(each, np.ndarray) else jnp.asarray(each)
@@ -178,15 +178,13 @@ def _call_on_values(
     y = jax.tree.map(lambda leaf: _jax.as_another_object(jnp.asarray(leaf), arrays), y)
     if recorder is None:
         return y
-    gradient, function = grad_fn, fun
+    gradient, count = grad_fn, len(arrays)
     if variables:
         values = [variable.value for variable in variables]
         flat = flatten_with_variables(fun, grad_fn, variables, len(args))
         gradient = substitute_variables(fun, flat, variables, values)
         arrays, args = [*arrays, *values], (*args, values)
-        function = take_variables_as_inputs(fun, variables)
     results, tree = jax.tree.flatten(y)
-    inputs = inputs_in(args)
 
     def pull_back(cotangents: Sequence[Any], sparse: Sequence[bool]) -> list[Any]:
         dys = [
@@ -195,7 +193,10 @@ def _call_on_values(
         return compute_input_gradients(fun, args, gradient, arrays, dys, sparse)
 
     def call_traced(*arrays: Any) -> list[Any]:
-        y = _call_traced(None, function, inputs.combine(arrays), kwargs)
+        values = dict(zip(variables, arrays[count:], strict=True))
+        with Substitute(values, fun).around():
+            inputs = call.arguments.combine(arrays[:count])
+            y = _call_traced(fun, args_with_variables, inputs, kwargs)
         return jax.tree.leaves(y)
 
     rule = RecordedRule(call_traced, pull_back)
@@ -204,23 +205,22 @@ def _call_on_values(
 
 
 def _call_traced(
-    reads: Operands | None,
     fun: Callable[..., Any],
+    args_with_variables: tuple[Any, ...],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Traces the function, and binds its program with a custom rule. `reads` records which
-    Variables the function reads; it is None if their values are arguments."""
-    call = AnnotatedCall(fun, args, kwargs, inputs_in(args), reads)
-    listener = reads or ReadsOutside()
+    """Traces the function, and binds its program with a custom rule."""
+    reads = Operands(fun, args_with_variables)
+    call = AnnotatedCall(fun, args, kwargs, inputs_in(args))
     pullbacks: list[Pullback | Exception] = []
 
     def run(*arrays: Any) -> tuple[Any, list[Any]]:
-        with listener.around():
-            y, pullback, residuals = call.forward(*arrays)
+        with reads.around():
+            y, pullback, residuals = call.forward(reads, *arrays)
         pullbacks[:] = [pullback]
         return y, residuals
 
     types = map(jax.typeof, call.arguments.chosen)
     program, shapes = jax.make_jaxpr(run, return_shape=True)(*types)
-    return bind_traced(call, program, jax.tree.structure(shapes), *pullbacks)
+    return bind_traced(call, reads, program, jax.tree.structure(shapes), *pullbacks)

@@ -29,11 +29,11 @@ from tracegrad.variables.trees import without_variables
 _LEVELS = 5
 
 
-class _Tracing(threading.local):
+class _Pullbacks(threading.local):
     depth = 0  # the number of nested pullbacks that are being traced
 
 
-_tracing = _Tracing()
+_pullbacks = _Pullbacks()
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,6 @@ class AnnotatedCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     arguments: Parted  # args, split into the inputs and the rest
-    reads: Operands | None = None  # the Variables that become inputs
 
     def name_captured(self, value: Any) -> tuple[str, str]:
         """Returns texts for messages: the function, and a value that it captures."""
@@ -77,28 +76,29 @@ class AnnotatedCall:
                 )
         return y, grad_fn
 
-    def forward(self, *arrays: Any) -> tuple[Any, Pullback | Exception, list[Any]]:
+    def forward(self, reads: Operands, *arrays: Any) -> tuple[Any, Pullback | Exception, list[Any]]:
         """Returns ``y``, its pullback and the residuals. The pullback is an exception if the
-        gradient function raises one, which is raised when the gradient is computed."""
+        gradient function raises one, which is raised when the gradient is computed.
+
+        `reads` has the Variables that become inputs."""
         y, grad_fn = self.run(*arrays)
         args = self.args
-        if self.reads is not None:
-            grad_fn, operands = list_variables(self.reads, self.fun, grad_fn, len(args))
-            if operands:
-                args, arrays = (*args, operands), (*arrays, *operands)
-        if _tracing.depth == _LEVELS:
+        grad_fn, operands = list_variables(reads, self.fun, grad_fn, len(args))
+        if operands:
+            args, arrays = (*args, operands), (*arrays, *operands)
+        if _pullbacks.depth == _LEVELS:
             text = (
                 f"the gradient function of {described(self.fun)} is called by gradient functions "
                 f"that call one another, {_LEVELS} deep: derivatives are defined up to that order"
             )
             return y, RecursionError(text), []
-        _tracing.depth += 1
+        _pullbacks.depth += 1
         try:
             pullback, values = trace_pullback(self.fun, args, grad_fn, arrays, y)
         except Exception as error:
             return y, error, []
         finally:
-            _tracing.depth -= 1
+            _pullbacks.depth -= 1
         return y, pullback, values
 
 
@@ -106,27 +106,28 @@ class AnnotatedCall:
 
 
 def bind_traced(
-    call: AnnotatedCall, program: Any, out_tree: Any, pullback: Pullback | Exception
+    call: AnnotatedCall,
+    reads: Operands,
+    program: Any,
+    out_tree: Any,
+    pullback: Pullback | Exception,
 ) -> Any:
     """Calls a `jax.custom_vjp` of the traced function. The values that the function closes over are
     further arguments.
 
     Args:
+      reads: the Variables that are arguments too.
       program, out_tree: of ``(*inputs) -> (y, residuals)``.
       pullback: of ``y``, or the error of tracing it.
     """
     traced, values = OpenedProgram.of(program)
     # The rule must not reference `call`, whose arguments may belong to a trace that ends earlier.
     count = len(call.arguments.chosen)
-    arguments = [*call.arguments.chosen]
-    reads = call.reads
+    arguments = [*call.arguments.chosen, *reads.values]
     # For each of `values`, the position of the argument (a Variable's value) in its place, if any.
-    in_arguments: list[int | None] = [None] * len(values)
-    if reads is not None:
-        arguments += reads.values
-        places = list(map(reads.place, values))
-        in_arguments = [None if place is None else count + place for place in places]
-        values = [reads.value_of(v) for v, place in zip(values, places) if place is None]
+    places = list(map(reads.place, values))
+    in_arguments = [None if place is None else count + place for place in places]
+    values = [reads.value_of(v) for v, place in zip(values, places) if place is None]
     first = len(arguments)  # the position of the first value
 
     def evaluate(*inputs: Any) -> Any:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from tracegrad import _jax
-from tracegrad.annotations.calls import add_note_on_error, input_names, is_traced
+from tracegrad.annotations.calls import add_note_on_error, input_names, is_input
 from tracegrad.differentiation.indexed_slices import IndexedSlices, is_slices
 from tracegrad.ir.dependence import dependence
 from tracegrad.ir.importer import graph_of
@@ -28,7 +28,6 @@ from tracegrad.ir.wording import counted, described, listed
 from tracegrad.rewriting.operation import check_cotangent
 from tracegrad.rewriting.traced_gradients import OpenedProgram
 from tracegrad.tracing.leaves import leaves_with_paths
-from tracegrad.tracing.statics import is_none
 
 
 @dataclass(frozen=True)
@@ -128,7 +127,7 @@ def compute_input_gradients(
     if found is None:
         flat = leaves_with_paths(returned, NoneType, IndexedSlices)
         leaves = leaves_with_paths(args, NoneType)
-        are_inputs = [is_traced(leaf) for _, leaf in leaves]
+        are_inputs = [is_input(leaf) for _, leaf in leaves]
         found = [gradient for _, gradient in flat]
         if len(flat) == len(arrays):
             leaves = list(itertools.compress(leaves, are_inputs))
@@ -154,13 +153,13 @@ def compute_input_gradients(
     def function() -> str:
         return f" {described(grad_fn)} of {described(fun)}"
 
-    def check(i: int, gradient: Any, stays: bool) -> Any:
+    def check(i: int, gradient: Any, is_sparse: bool) -> Any:
         aval = jax.typeof(arrays[i])
 
         def name() -> str:
             return f"input {input_names(fun, args)[i]}"
 
-        if stays and is_slices(gradient):
+        if is_sparse and is_slices(gradient):
             jax.eval_shape(lambda slices: check_cotangent(slices, aval, function, name), gradient)
             return gradient.shaped_as(aval)
         return check_cotangent(gradient, aval, function, name)
@@ -177,21 +176,12 @@ def _match_to_arguments(args: tuple[Any, ...], returned: Any) -> list[Any] | Non
     found: list[Any] = []
     for argument, gradient in zip(args, returned):
         structure: Any
-        structure_found: Any
-        values, structure = jax.tree.flatten(argument, is_leaf=is_none)
-        are_inputs = list(map(is_traced, values))
-        if gradient is None:
-            found += [None] * sum(are_inputs)
-            continue
-        # IndexedSlices may be a subtree, if the argument is one, or the gradient of one array.
-        leaves, structure_found = jax.tree.flatten(gradient, is_leaf=is_none)
-        if structure_found != structure:
-            leaves, structure_found = jax.tree.flatten(gradient, is_leaf=_is_gradient)
-        if structure_found != structure:
+        leaves, structure = jax.tree.flatten(argument)
+        try:
+            each = [None] * len(leaves) if gradient is None else structure.flatten_up_to(gradient)
+        except ValueError:
             return None
-        found += itertools.compress(leaves, are_inputs)
+        if not jax.tree_util.all_leaves(each, lambda leaf: leaf is None or is_slices(leaf)):
+            return None  # nested more deeply than the argument
+        found += itertools.compress(each, map(is_input, leaves))
     return found
-
-
-def _is_gradient(tree: object) -> bool:
-    return tree is None or is_slices(tree)

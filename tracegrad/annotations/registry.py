@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import jax
 
 from tracegrad import _jax
+from tracegrad._jax.caches import clear_caches
 from tracegrad.ir import Graph, GraphError, Occurrence, match, scopes
 from tracegrad.ir.editing import Op
 from tracegrad.ir.importer import graph_of
@@ -32,7 +33,7 @@ from tracegrad.rewriting.overriding import overriding, require_gradient_function
 from tracegrad.tracing.in_force import RuleSet, in_force
 from tracegrad.tracing.overriding import OverridingTrace
 
-_forget_compiled: Callable[[], None] = jax.clear_caches
+_clear_jax_caches: Callable[[], None] = jax.clear_caches
 G = TypeVar("G", bound=Callable[..., Any])
 
 _lock = threading.Lock()
@@ -50,7 +51,7 @@ def register_gradient(name: str, *, replace: bool = False) -> Callable[[G], G]:
       replace: whether to replace a gradient of the same name, for example when the cell of a
         notebook is run again. If a block has used the name, compiled functions may contain the old
         gradient: then all compiled functions are compiled again at their next call
-        (`jax.clear_caches`).
+        (`jax.clear_caches` and `tracegrad.clear_caches`).
 
     Returns:
       A decorator for ``grad(op, *dys)``, of the form that `tracegrad.rules.override_gradient`
@@ -87,7 +88,9 @@ def register_gradient(name: str, *, replace: bool = False) -> Callable[[G], G]:
             _registered[name] = grad
             is_stale = name in _used and old is not None and old is not grad
         if is_stale:
-            _forget_compiled()  # a jitted function that contains a block has the old gradient
+            # Programs with the operations of a block may have the old gradient.
+            _clear_jax_caches()
+            clear_caches()
         return grad
 
     return register
@@ -112,8 +115,8 @@ def gradient_override_map(overrides: Mapping[str, str]) -> Iterator[None]:
 
     Args:
       overrides: maps the name of a primitive (``"sin"``), of a jitted function or of a custom rule
-        (``"relu"``) to the name of a registered gradient. The name is looked up when the block is
-        entered; if it is not registered then, when a gradient is computed.
+        (``"relu"``) to the name of a registered gradient, which is looked up when a gradient is
+        computed.
 
     The overrides apply to operations that are computed directly in the block, for any later
     differentiation; to traced functions, tapes and `tracegrad.gradients` that are entered in the
@@ -153,9 +156,12 @@ def gradient_override_map(overrides: Mapping[str, str]) -> Iterator[None]:
     if not overrides:
         yield
         return
-    grads = {name: _Registered.now(gradient) for name, gradient in overrides.items()}
+    grads = {name: _Registered(gradient) for name, gradient in overrides.items()}
     rules = [_make_override_rule(name, grad) for name, grad in grads.items()]
-    rule_set = RuleSet(rules, acts_everywhere=True, key=("overrides", frozenset(grads.items())))
+    with _lock:
+        _used.update(overrides.values())
+        key = frozenset((*each, _registered.get(each[1])) for each in overrides.items())
+    rule_set = RuleSet(rules, acts_everywhere=True, key=("overrides", key))
     trace = _Overrides(_jax.current_trace(None), grads, rule_set)
     trace.begin()
     try:
@@ -177,22 +183,14 @@ def gradient_override_map(overrides: Mapping[str, str]) -> Iterator[None]:
 _MARK = "overridden_"  # prefix of the names of overridden operations: no second override applies
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class _Registered:
-    """A name with the gradient function that it had at the start of a block. `function` is None if
-    the name was not registered then: a call looks the name up."""
+    """A gradient function that calls the function registered under a name at the time."""
 
     name: str
-    function: Callable[..., Any] | None
-
-    @classmethod
-    def now(cls, name: str) -> _Registered:
-        with _lock:
-            _used.add(name)
-            return cls(name, _registered.get(name))
 
     def __call__(self, op: Any, *dys: Any) -> Any:
-        return (self.function or registered_gradient(self.name))(op, *dys)
+        return registered_gradient(self.name)(op, *dys)
 
     @property
     def __name__(self) -> str:
@@ -200,19 +198,10 @@ class _Registered:
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """The function whose line is in messages."""
-        function = self.function or _registered.get(self.name)
-        if function is None:
+        """The function whose line is in messages, and whose closure may hold tracers."""
+        if self.name not in _registered:
             raise AttributeError("__wrapped__")
-        return function
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Registered):
-            return False
-        return self.name == other.name and self.function is other.function
-
-    def __hash__(self) -> int:
-        return hash((self.name, id(self.function)))
+        return _registered[self.name]
 
 
 def _make_override_rule(name: str, grad: _Registered) -> MatchRule:

@@ -86,23 +86,6 @@ def list_variables(
     return _under_listener(lambda: in_gradient, grad_fn), operands
 
 
-def take_variables_as_inputs(
-    fun: Callable[..., Any], variables: Sequence[Variable]
-) -> Callable[..., Any]:
-    """Wraps `fun`, which returns ``(y, grad_fn)``, to take the values of `variables` last. The new
-    gradient function returns a list of the gradients of these values last."""
-
-    @functools.wraps(fun, updated=())
-    def as_inputs(*args: Any, **kwargs: Any) -> tuple[Any, Callable[..., Any]]:
-        *inputs, values = args
-        y, grad_fn = substitute_variables(fun, fun, variables, values)(*inputs, **kwargs)
-        require_variables_parameter(fun, grad_fn, variables)
-        flat = flatten_with_variables(fun, grad_fn, variables, len(inputs))
-        return y, substitute_variables(fun, flat, variables, values)
-
-    return as_inputs
-
-
 def flatten_with_variables(
     fun: Callable[..., Any],
     grad_fn: Callable[..., Any],

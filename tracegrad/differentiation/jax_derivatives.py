@@ -22,7 +22,6 @@ from typing import Any
 import jax
 
 from tracegrad import _jax
-from tracegrad.ir.engine import engine
 from tracegrad.rewriting.forward_mode import with_forward_mode
 from tracegrad.tracing import in_force, to_callable
 from tracegrad.tracing.graphs import function_name
@@ -150,4 +149,4 @@ _PLACES: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (jax, "hessian", _wrap_hessian),
 )
 
-engine.derivatives_by_rules = functools.partial(_jax.Replacement().in_place, _PLACES)
+derivatives_by_rules = functools.partial(_jax.Replacement().in_place, _PLACES)

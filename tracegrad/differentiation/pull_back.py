@@ -1,7 +1,8 @@
-"""The reverse pass: cotangents of a graph's outputs → cotangents of any of its values.
+"""The reverse pass of a graph, node by node: cotangents of its outputs → cotangents of its values.
 
-JAX supplies each node's VJP, at the values of the node's operands; no derivative formula is written
-here. A node's forward pass runs again inside its VJP; XLA drops the unused parts.
+`explain` measures gradients by this pass; tapes pull cotangents back entry by entry. JAX supplies
+each node's VJP, at the values of the node's operands; no derivative formula is written here. A
+node's forward pass runs again inside its VJP; XLA drops the unused parts.
 """
 
 from __future__ import annotations
@@ -13,15 +14,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from tracegrad import _jax
-from tracegrad._jax.caches import Cache
 from tracegrad.differentiation.connectivity import Walk
 from tracegrad.differentiation.indexed_slices import is_slices
 from tracegrad.ir import (
-    Apply,
     CustomGradient,
     Graph,
     Node,
@@ -36,17 +34,11 @@ from tracegrad.ir.importer import graph_of
 from tracegrad.ir.notes import add_note
 from tracegrad.ir.occurrence import users_line
 from tracegrad.ir.operations import CONNECTING
-from tracegrad.ir.program_keys import params_key
 from tracegrad.ir.running import read, run_node
 from tracegrad.tracing.user_errors import explain_loop, explain_rule
 
 # Adds up the cotangents (at least one) that one value gets from its different uses.
 Aggregation = Callable[[Sequence[Any]], Any]
-# Takes a node, the cotangents of its results, and the positions of some inputs; returns the
-# cotangents of these inputs. None stands for no cotangent.
-NodeVJP = Callable[[Node, Sequence[Any], Sequence[int]], list[Any]]
-
-_VJPS: Cache[Any, list[Any]] = Cache(2048)  # the lists of `_trace_repeated_vjp`: [] or [program]
 
 
 def running_sum(terms: Sequence[Any]) -> Any:
@@ -77,7 +69,7 @@ def pull_back(
     cotangents: Mapping[Value, Sequence[Any]],
     wanted: Sequence[Value],
     reached: AbstractSet[Value],
-    through: NodeVJP,
+    through: Callable[[Node, Sequence[Any], Sequence[int]], list[Any]],
 ) -> list[Any]:
     """Pulls cotangents back through a graph, node by node in reverse order.
 
@@ -87,7 +79,8 @@ def pull_back(
       wanted: the values whose cotangents are returned; None for a value that no value with a
         cotangent depends on.
       reached: the values on the paths to the wanted values, from `reached_from`.
-      through: pulls cotangents back through one node.
+      through: takes a node, the cotangents of its results, and the positions of some inputs;
+        returns the cotangents of these inputs. None stands for no cotangent.
     """
     terms_of = {value: list(terms) for value, terms in cotangents.items()}
 
@@ -195,39 +188,15 @@ def _jax_vjp(
     # only such results depend on is not called; the rule could return a gradient even for zeros.
     flowing = [i for i, ct in enumerate(cotangents) if ct is not None]
     operands = read(node.inputs, values)
-
-    def pull(operands: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+    try:
         run = functools.partial(run_node, node)
         _, vjp = _jax.vjp_of_some(run, operands, active, flowing)
-        return list(vjp(list(cotangents)))
-
-    try:
-        if isinstance(node, Apply) and not node.effects:
-            pull = _trace_repeated_vjp(node, pull, active, flowing)
-        return pull(operands, [cotangents[i] for i in flowing])
+        return list(vjp([cotangents[i] for i in flowing]))
     except Exception as error:
         types = [atom.aval for atom in node.inputs]
         program = functools.partial(_jax.program_of_one, node.primitive, node.params, types)
         explain_node(error, node, lambda: graph_of(program()))
         raise
-
-
-def _trace_repeated_vjp(
-    node: Node, pull: Callable[..., Any], active: Sequence[int], flowing: Sequence[int]
-) -> Callable[..., list[Any]]:
-    """Returns `pull`; from the second equal operation on, returns a program of it that is traced
-    once: models repeat operations, and tracing a VJP takes ten times as long as running it."""
-    operands, results = ([v.aval for v in atoms] for atoms in (node.inputs, node.outputs))
-    types = (*operands, *(results[i] for i in flowing))
-    params, settings = params_key(node.params), node.source[1]
-    key = node.primitive, params, settings, types, tuple(active), tuple(flowing)
-    traced = _VJPS.get(key)
-    if traced is None:
-        _VJPS.put(key, [])
-        return pull
-    if not traced:
-        traced.append(jax.make_jaxpr(pull)(operands, [results[i] for i in flowing]))
-    return lambda operands, cotangents: _jax.eval_program(traced[0], [*operands, *cotangents])
 
 
 def explain_node(error: Exception, node: Node, program: Callable[[], Graph]) -> None:

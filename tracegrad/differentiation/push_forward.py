@@ -8,21 +8,19 @@ effects (prints).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.extend
 
 from tracegrad import _jax
-from tracegrad.ir import CustomGradient, Graph, Occurrence, Value
+from tracegrad.ir import Graph
 from tracegrad.ir.dependence import dependence, spread_below
-from tracegrad.ir.editing import around_each
 from tracegrad.ir.importer import graph_of
-from tracegrad.ir.occurrence import Path
 from tracegrad.ir.running import run_graph
 from tracegrad.rewriting.forward_mode import with_forward_mode
-from tracegrad.rewriting.host_calls import would_run_again
+from tracegrad.rewriting.host_calls import without_past_effects
 
 
 class PushForward(NamedTuple):
@@ -61,7 +59,8 @@ def push_forward(graph: Graph, active: Sequence[int]) -> PushForward:
     linked = [mask >> len(types) for mask in dependence(imported)]
     run = jax.extend.core.jaxpr_as_fun(program)
     if imported.effects:
-        quiet = _remove_past_effects(imported, len(types))
+        flows = spread_below(imported, [int(i >= len(types)) for i in range(len(imported.inputs))])
+        quiet = without_past_effects(imported, {value for value, mask in flows.items() if mask})
         run = lambda *operands: run_graph(quiet, operands)  # noqa: E731
 
     def linked_only(args: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
@@ -71,36 +70,3 @@ def push_forward(graph: Graph, active: Sequence[int]) -> PushForward:
     each = iter(linked)
     of_all = tuple(next(each) if _jax.has_gradient(out) else 0 for out in graph.out_avals)
     return PushForward(linked_only, of_all)
-
-
-# ---------------------------------------------------------------------------------------- effects
-
-
-def _remove_past_effects(graph: Graph, value_count: int) -> Graph:
-    """Removes the nodes that have effects and depend on no tangent.
-
-    The effects of these nodes happened when the values were computed. A node that prints a tangent
-    (in the rule of a `jax.custom_jvp`) has not run yet, and stays. Raises NotImplementedError if a
-    node whose effect has happened has results, too.
-
-    The inputs of the graph are ``(*values, *tangents)``, with `value_count` values.
-    """
-    flows = spread_below(graph, [int(i >= value_count) for i in range(len(graph.inputs))])
-    tangents = {value for value, mask in flows.items() if mask}
-    past = list(_find_past_effects(graph, (), tangents))
-    return around_each(graph, past, lambda op, *operands: []).graph
-
-
-def _find_past_effects(graph: Graph, path: Path, tangents: set[Value]) -> Iterator[Occurrence]:
-    """Yields the nodes whose effects have already happened, at every depth."""
-    for node in graph.nodes:
-        found = Occurrence(path, node)
-        if not node.effects or isinstance(node, CustomGradient):
-            continue
-        if node.regions:
-            for name, region in node.regions.items():
-                yield from _find_past_effects(region, found.into(name), tangents)
-        elif not tangents.intersection(node.operands) and not node.has_references:
-            if node.outputs:
-                raise would_run_again(node)
-            yield found

@@ -38,14 +38,7 @@ def bind_functions(
     if isinstance(node, CustomGradient):
         return list(rule_of_faces(node, function_of)(*args))
     if node.op == "shard_map":
-        mapped = jax.shard_map(
-            function_of("jaxpr"),
-            mesh=node.params["mesh"],
-            in_specs=tuple(node.params["in_specs"]),
-            out_specs=list(node.params["out_specs"]),
-            **_jax.shard_map_options(node.params),
-        )
-        return list(mapped(*args))
+        return list(_jax.shard_map_like(node.params, function_of("jaxpr"))(*args))
     if isinstance(node, Recompute):
         options = {k: node.params[k] for k in ("prevent_cse",) if k in node.params}
         return list(jax.checkpoint(function_of("jaxpr"), policy=node.policy, **options)(*args))

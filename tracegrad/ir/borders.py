@@ -28,7 +28,7 @@ from tracegrad.ir.graph import Graph
 from tracegrad.ir.importer import node_of
 from tracegrad.ir.nodes import Atom, CustomGradient, Node, Recompute, Value, has_gradient
 from tracegrad.ir.occurrence import Occurrence
-from tracegrad.ir.writing import Port, Where, Written, write
+from tracegrad.ir.writing import Port, Surroundings, Written, write
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,17 +46,18 @@ class Edited:
     outs: Sequence[Port] = field(default_factory=list)
 
 
-def with_regions(node: Node, edits: Mapping[str, Edited], where: Where) -> Written:
+def with_regions(node: Node, edits: Mapping[str, Edited], surroundings: Surroundings) -> Written:
     """Replaces the edited regions of a node. Returns nodes with the same results, and the ports
     that the enclosing region has to add."""
     if isinstance(node, CustomGradient):
-        return _write_by_jax(node, edits, where, _make_rule(node, edits))
+        return _write_by_jax(node, edits, surroundings, _make_rule(node, edits))
     if node.op == "shard_map":
-        return _write_by_jax(node, edits, where, _make_shard_map(node, edits["jaxpr"]))
+        inside = _close_over_ports(edits["jaxpr"])
+        return _write_by_jax(node, edits, surroundings, _jax.shard_map_like(node.params, inside))
     called = _jax.CALLS_WITH_RULES.get(node.op)
     if called is not None:
         # The call's rule belongs to the unedited program: inline the edited program without it.
-        return _write_by_jax(node, edits, where, _close_over_ports(edits[called]))
+        return _write_by_jax(node, edits, surroundings, _close_over_ports(edits[called]))
     return _widen(node, edits)
 
 
@@ -200,13 +201,16 @@ def _edited_effects(node: Node, regions: Mapping[str, Graph], operands: Sequence
 
 
 def _write_by_jax(
-    node: Node, edits: Mapping[str, Edited], where: Where, run: Callable[..., Sequence[Any]]
+    node: Node,
+    edits: Mapping[str, Edited],
+    surroundings: Surroundings,
+    run: Callable[..., Sequence[Any]],
 ) -> Written:
     for edited in edits.values():
         if edited.outs or any(port.closed_over is None for port in edited.ins):
             raise _cannot_widen_error(node, _HAS_NO_PLACE)
     place = Occurrence((), node)
-    return write(run, node.inputs, node.outputs, node, place, where)
+    return write(run, node.inputs, node.outputs, node, place, surroundings)
 
 
 def _close_over_ports(
@@ -224,18 +228,6 @@ def _close_over_ports(
 
     run.__name__ = run.__qualname__ = region.name
     return run
-
-
-def _make_shard_map(node: Node, edited: Edited) -> Callable[..., Sequence[Any]]:
-    params = node.params
-    mapped: Callable[..., Sequence[Any]] = jax.shard_map(
-        _close_over_ports(edited),
-        mesh=params["mesh"],
-        in_specs=tuple(params["in_specs"]),
-        out_specs=list(params["out_specs"]),
-        **_jax.shard_map_options(params),
-    )
-    return mapped
 
 
 def _make_rule(node: CustomGradient, edits: Mapping[str, Edited]) -> Callable[..., Sequence[Any]]:

@@ -28,9 +28,9 @@ _ELEMENTWISE_TUPLES = frozenset({"optimization_barrier"})
 
 def dependence(graph: Graph, *, past_stops: bool = True) -> Masks:
     """Returns for every output of a graph the inputs on which it depends through any data flow.
-    `past_stops` says whether data flows through stopped gradients. If not, every result of a
-    function with a custom gradient depends on every operand, since the function's rule may have a
-    gradient where the function stops it.
+    `past_stops` says whether data flows through stopped gradients. Without `past_stops`, a custom
+    gradient counts as one operation, each of whose results depends on every operand: its rule may
+    pass a gradient where its function stops it.
 
     A loop's masks are the fixed point over any number of iterations (also no iteration, unless a
     scan has a positive length); a conditional's masks are the union over all branches and the

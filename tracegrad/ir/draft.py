@@ -12,7 +12,7 @@ from tracegrad.ir.graph import Graph
 from tracegrad.ir.node_groups import make_adjacent
 from tracegrad.ir.nodes import Atom, Node, Value, renamed
 from tracegrad.ir.occurrence import Occurrence
-from tracegrad.ir.writing import Port, Where, Written
+from tracegrad.ir.writing import Port, Surroundings, Written
 
 
 class Draft:
@@ -25,8 +25,8 @@ class Draft:
       outs: ports of new outputs of the region.
     """
 
-    def __init__(self, graph: Graph, where: Where):
-        self.graph, self.where = graph, where
+    def __init__(self, graph: Graph, surroundings: Surroundings):
+        self.graph, self.surroundings = graph, surroundings
         self.order = list(graph.nodes)
         self._node_by_key = {node.key: node for node in graph.nodes}
         self.now: dict[Any, list[Node]] = {node.key: [node] for node in graph.nodes}
@@ -59,7 +59,7 @@ class Draft:
         return self._node_by_key[node.key]
 
     def now_of(self, nodes: Sequence[Node], match: Occurrence) -> list[Node]:
-        """Returns the nodes as edited so far: matches in their regions are edited before."""
+        """Returns what replaces the nodes so far: matches inside their regions are edited first."""
         found = [each for node in nodes for each in self.now[node.key]]
         if [node.outputs for node in found] != [node.outputs for node in nodes]:
             raise GraphError(

@@ -28,7 +28,7 @@ from tracegrad.ir.node_groups import operands_of, values_leaving
 from tracegrad.ir.nodes import Atom, Node, Value, renamed
 from tracegrad.ir.occurrence import Fragment, Occurrence, Path
 from tracegrad.ir.program_keys import operations_key
-from tracegrad.ir.writing import Place, Port, Where, write, write_first, write_through
+from tracegrad.ir.writing import Place, Port, Surroundings, write, write_first, write_through
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,7 +146,7 @@ def around_each(
             op = Op(match, tuple(members), program, args[count:], shown)
             return _to_list(around(op, *args[:count]))
 
-        place = members[0], match, draft.where
+        place = members[0], match, draft.surroundings
         key = depends_on and (depends_on(match), operations_key(matched, operands, results))
         new = write(
             run,
@@ -168,7 +168,7 @@ def behind_each(
     matches: Sequence[Occurrence],
     behind: WritesBehind,
     *,
-    selects: Callable[[Value], bool] = lambda value: True,
+    selects: Callable[[Value], bool],
     tapped: bool = False,
     depends_on: Callable[[Occurrence], Hashable] = _depends_on_nothing,
 ) -> Edited:
@@ -179,7 +179,7 @@ def behind_each(
     Args:
       behind: ``behind(match)`` returns a function; the function takes the value (and, if `tapped`,
         a tap of the value's type) and returns an array of the value's type.
-      selects: whether to replace a value; by default all values are replaced.
+      selects: whether to replace a value.
       tapped: whether the function gets a tap for each value.
 
     Returns, raises: as `around_each`.
@@ -194,7 +194,7 @@ def behind_each(
                 inner = Value(value.aval)  # the value inside the match
                 draft.rename(members, {value: inner})
                 types = [value.aval] if tapped else []
-                place = makers[value], match, draft.where
+                place = makers[value], match, draft.surroundings
                 new = write_through(behind(match), inner, value, *place, traced, taps=types)
                 draft.insert(new, behind=makers[value])
 
@@ -253,7 +253,7 @@ def _edit_matches(
     """Edits a graph with ``write_at(draft, nodes, match)`` at each match; adds inputs for taps,
     outputs for shown arrays (both in the order of the matches) and constants."""
     places = [(match.path, match) for match in matches]
-    edited = _edit_region(graph, places, write_at, depends_on, Where(), {})
+    edited = _edit_region(graph, places, write_at, depends_on, Surroundings(), {})
     inner = edited.graph
     closed_over = {p.value: p.closed_over for p in edited.ins if p.closed_over is not None}
     taps = [port for port in edited.ins if port.closed_over is None]
@@ -283,14 +283,14 @@ def _edit_region(
     places: Sequence[tuple[Path, Occurrence]],
     write_at: _WriteAt,
     depends_on: Callable[[Occurrence], Hashable],
-    where: Where,
+    surroundings: Surroundings,
     cache: dict[Any, Edited],
 ) -> Edited:
     """Edits a region at `places`: pairs of the path from the region to a match, and the match.
     `cache` has the regions edited so far, by the region and the edits in it."""
     key: tuple[Any, ...] = (
         graph,
-        where,
+        surroundings,
         *(
             (
                 *((node.key, name) for node, name in path),
@@ -302,7 +302,7 @@ def _edit_region(
     )
     if key in cache:
         return cache[key]
-    draft = Draft(graph, where)
+    draft = Draft(graph, surroundings)
     below: dict[Node, dict[str, list[tuple[Path, Occurrence]]]] = {}
     for path, match in places:
         if path:
@@ -312,11 +312,11 @@ def _edit_region(
     for node, by_region in below.items():
         edits = {
             name: _edit_region(
-                node.region(name), inner, write_at, depends_on, where.inside(node), cache
+                node.region(name), inner, write_at, depends_on, surroundings.inside(node), cache
             )
             for name, inner in by_region.items()
         }
-        draft.replace([node], with_regions(node, edits, where))
+        draft.replace([node], with_regions(node, edits, surroundings))
     for path, match in places:
         if not path:
             write_at(draft, draft.nodes_of(match), match)

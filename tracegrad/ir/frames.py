@@ -65,9 +65,9 @@ class Stack(NamedTuple):
     codes: list[CodeType]
     offsets: list[int]
 
-    def key(self, start: int, stop: int | None = None) -> tuple[Any, ...]:
+    def key(self, start: int) -> tuple[Any, ...]:
         """Returns a key that is equal for the same frames; it has the ids of the code objects."""
-        return (*map(id, self.codes[start:stop]), *self.offsets[start:stop])
+        return (*map(id, self.codes[start:]), *self.offsets[start:])
 
     def frames(self, start: int, stop: int | None = None) -> tuple[Frame, ...]:
         return tuple(map(Frame, self.codes[start:stop], self.offsets[start:stop]))

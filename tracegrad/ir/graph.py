@@ -21,8 +21,7 @@ from typing import Any
 import jax
 
 from tracegrad import _jax
-from tracegrad.ir import folding, match, text, verification, walking
-from tracegrad.ir.engine import engine
+from tracegrad.ir import engine, folding, match, text, verification, walking
 from tracegrad.ir.nodes import Atom, Node, Value
 from tracegrad.ir.occurrence import Matches, Occurrence
 from tracegrad.ir.selector import Selector
@@ -225,10 +224,10 @@ class Graph:
         return folding.of_text(str(self))
 
     def verify(self) -> None:
-        """Checks that the graph is a valid program, with JAX's own checker, each region once.
+        """Checks that the graph is a valid program, each region once.
 
         Every value must be defined once and before its uses, and have the type that JAX's typing
-        rules give. Raises GraphError with the wrong node and its source line.
+        rule of its operation gives. Raises GraphError with the wrong node and its source line.
         """
         verification.verify(self)
 

@@ -123,43 +123,47 @@ def trace_faces(node: CustomGradient) -> tuple[Mapping[str, Graph], frozenset[in
     if node.kind == "jvp":
         return {"jvp": trace_jvp(bind, avals)}, frozenset()
 
-    # The traced function does not return the tree: JAX caches the trees of results, and would keep
-    # the rule and its closed-over values alive.
-    trees: list[Any] = []
     returned: set[int] = set()
+    active = [i for i in range(closed_over, len(avals)) if _jax.has_gradient(avals[i])]
+
+    def run(operands: list[Any]) -> list[Any]:
+        for i in active:
+            operands[i] = _jax.with_witness(operands[i], i, returned)
+        return bind(*operands)
+
+    forward, backward, residuals, cotangents = trace_vjp(run, avals, active)
+    hints = ["residual"] * residuals + ["ct"] * len(cotangents)
+    faces = {
+        "forward": _import_face(forward, "forward", ["x"] * len(avals)),
+        "backward": _import_face(backward, "backward", hints),
+    }
+    return faces, frozenset(returned)
+
+
+def trace_vjp(
+    run: Callable[[list[Any]], list[Any]], avals: Sequence[Any], active: Sequence[int]
+) -> tuple[Any, Any, int, list[Any]]:
+    """Traces JAX's VJP of a function by its inputs `active`. Returns the forward program, inputs ->
+    results and residuals; the backward program, residuals and cotangents of the float results ->
+    cotangents of the active inputs; the number of residuals; and the types of these cotangents."""
+    # The traced function does not return the tree: JAX caches the trees of results, and would keep
+    # the function and its closed-over values alive.
+    trees: list[Any] = []
 
     def vjp(*args: Any) -> Any:
-        constants = args[:closed_over]
-
-        def primal(*inputs: Any) -> list[Any]:
-            return bind(*constants, *_jax.with_witnesses(inputs, closed_over, returned))
-
-        outs, pullback = _jax.vjp(primal, *args[closed_over:])
+        outs, pullback = _jax.vjp_of_some(run, args, active)
         residuals, tree = jax.tree.flatten(pullback)
         trees.append(tree)
         return outs, residuals
 
-    forward, (out_shapes, residuals) = jax.make_jaxpr(vjp, return_shape=True)(*avals)
-    pullback_tree = trees[-1]
+    forward, (outs, residuals) = jax.make_jaxpr(vjp, return_shape=True)(*avals)
+    cotangents = [shape for shape in outs if _jax.has_gradient(shape)]
 
-    def backward(*residuals_and_cotangents: Any) -> list[Any]:
-        split = len(residuals)
-        pullback = jax.tree.unflatten(pullback_tree, residuals_and_cotangents[:split])
-        cotangents = _jax.insert_float0(out_shapes, residuals_and_cotangents[split:])
-        return [
-            ct
-            for ct, aval in zip(pullback(cotangents), avals[closed_over:], strict=True)
-            if _jax.has_gradient(aval)
-        ]
+    def pull(residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        pullback = jax.tree.unflatten(trees[-1], residuals)
+        return list(pullback(_jax.insert_float0(outs, cotangents)))
 
-    float_shapes = [shape for shape in out_shapes if _jax.has_gradient(shape)]
-    backward_program = jax.make_jaxpr(backward)(*residuals, *float_shapes)
-    hints = ["residual"] * len(residuals) + ["ct"] * len(float_shapes)
-    faces = {
-        "forward": _import_face(forward, "forward", ["x"] * len(avals)),
-        "backward": _import_face(backward_program, "backward", hints),
-    }
-    return faces, frozenset(returned)
+    return forward, jax.make_jaxpr(pull)(residuals, cotangents), len(residuals), cotangents
 
 
 def trace_jvp(

@@ -152,16 +152,15 @@ def _bits_key(value: Any) -> tuple[Any, ...]:
     return array.dtype, array.shape, digest
 
 
-def rule_key(node: CustomGradient, *, is_of_operation: bool = False) -> Any:
+def rule_key(node: CustomGradient, *, is_of_operation: bool) -> Any:
     """Returns a key that is equal for custom gradients with the same primal and the same rule.
 
     A rule is Python code, and a call may make a new rule each time; so the key contains the
-    programs to which the rule traces (its faces). If `is_of_operation`, the rule is made from the
-    derivative of one operation; its faces then identify the rule even if the rule depends on which
-    inputs are differentiated.
+    programs to which the rule traces (its faces). But rules that see which inputs are
+    differentiated are equal only if they are the same object, unless `is_of_operation`: the rule is
+    made from the derivative of one operation, and its faces identify it.
     """
     if node.params.get("symbolic_zeros") and not is_of_operation:
-        # The rule may depend on which inputs are differentiated.
         return node.primitive, *params_key(node.params)
     programs = [node.primal.program, *(node.face(name).program for name in node.face_names)]
     returned = node.returned if node.kind == "vjp" else None  # not visible in the programs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from tracegrad import _jax
@@ -43,7 +42,7 @@ def run_nodes(
     graph: Graph,
     args: Sequence[Any],
     *,
-    instead: Mapping[Node, Callable[[list[Any]], Sequence[Any]]] = MappingProxyType({}),
+    instead: Mapping[Node, Callable[[list[Any]], Sequence[Any]]],
 ) -> dict[Value, Any]:
     """Runs the nodes of a graph in order; returns arrays for all its values. `args` are the arrays
     for the graph's inputs. For some nodes, `instead` has a function that runs in place of the

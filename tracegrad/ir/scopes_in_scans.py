@@ -13,7 +13,7 @@ from tracegrad import _jax
 from tracegrad.ir.borders import Edited, why_not_widened, with_regions
 from tracegrad.ir.graph import Graph
 from tracegrad.ir.nodes import Node
-from tracegrad.ir.writing import Where
+from tracegrad.ir.writing import Surroundings
 
 
 def add_scope_in_scans(graph: Graph, name: str) -> Graph:
@@ -32,7 +32,7 @@ def add_scope_in_scans(graph: Graph, name: str) -> Graph:
             regions = {place: edit_region(region, inner) for place, region in node.regions.items()}
             edits = {k: Edited(new) for k, new in regions.items() if new is not node.regions[k]}
             if edits:
-                (node,) = with_regions(node, edits, Where()).nodes
+                (node,) = with_regions(node, edits, Surroundings()).nodes
         if not is_in_scan:
             return node
         info = _jax.inside_scope(name, node.equation.source_info)

@@ -1,4 +1,5 @@
-"""Checks that a graph is a valid program: its structure by our rules, its types by JAX's.
+"""Checks that a graph is a valid program: its structure by rules of ours, and the types of each
+operation's results by the operation's typing rule in JAX.
 
 The tests call `Graph.verify()` after every rewrite.
 """

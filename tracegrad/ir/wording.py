@@ -6,7 +6,7 @@ import difflib
 import functools
 import inspect
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from types import CodeType
 from typing import Any
 
@@ -93,20 +93,14 @@ def nearest(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
     return list(near)[:3] or list(names[:3])
 
 
-def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Formats rows of cells as lines of text; the columns at the positions `right` align right.
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Formats rows of cells as lines of text.
 
-    >>> table([("x", "bytes"), ("kernel", "64")], right=[1])
-    ['x       bytes', 'kernel     64']
+    >>> table([("x", "bytes"), ("kernel", "64")])
+    ['x       bytes', 'kernel  64']
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if i in right else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def brief(value: object) -> str:

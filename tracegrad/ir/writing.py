@@ -21,16 +21,16 @@ Place = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class Where:
+class Surroundings:
     """The surroundings of a region. `meshes` are the enclosing `jax.shard_map`s, from the outside
     in. Without `may_hold_arrays`, closed-over arrays become inputs of the region, not constants."""
 
     meshes: tuple[Node, ...] = ()
     may_hold_arrays: bool = True
 
-    def inside(self, node: Node) -> Where:
+    def inside(self, node: Node) -> Surroundings:
         meshes = (*self.meshes, node) if node.op == "shard_map" else self.meshes
-        return Where(meshes, node.op not in _jax.OPEN_PROGRAM_PRIMITIVES)
+        return Surroundings(meshes, node.op not in _jax.OPEN_PROGRAM_PRIMITIVES)
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +74,7 @@ def write(
     results: Sequence[Value],
     beside: Node,
     match: Occurrence,
-    where: Where,
+    surroundings: Surroundings,
     *,
     scope: Any = None,
     shared: tuple[Any, dict[Any, Any]] | None = None,
@@ -121,11 +121,11 @@ def write(
     info, settings = beside.source
     avals = [*(atom.aval for atom in operands), *taps]
     key, traced = shared or (None, {})
-    key = key, *avals, *(value.aval for value in results), settings, where.meshes
+    key = key, *avals, *(value.aval for value in results), settings, surroundings.meshes
     if key not in traced:
-        traced[key] = _trace_under_settings(run_checked, avals, settings, where)
+        traced[key] = _trace_under_settings(run_checked, avals, settings, surroundings)
     call = info if scope is None else info.replace(name_stack=scope)
-    place = beside.function, match.key, where
+    place = beside.function, match.key, surroundings
     return _make_defining_nodes(results, operands, traced[key], *place, call, has_line=has_line)
 
 
@@ -135,14 +135,14 @@ def write_through(
     result: Value,
     beside: Node,
     match: Occurrence,
-    where: Where,
+    surroundings: Surroundings,
     traced: dict[Any, Any],
     *,
-    taps: Sequence[Any] = (),
+    taps: Sequence[Any],
 ) -> Written:
     """Traces a function of a value and the taps into nodes that define another value, as `write`.
     `traced` caches programs: a function is traced once for all values of one type."""
-    place = beside, match, where
+    place = beside, match, surroundings
     return write(
         lambda *args: [run(*args)],
         [operand],
@@ -164,7 +164,7 @@ def write_first(
         place = f"the input {graph.names[operand]} of {graph.name}"
         traced[key] = jax.make_jaxpr(_with_result_type(run, result.aval, place))(operand.aval)
     return _make_defining_nodes(
-        [result], [operand], traced[key], graph.function_source, None, Where()
+        [result], [operand], traced[key], graph.function_source, None, Surroundings()
     )
 
 
@@ -173,7 +173,7 @@ def _with_result_type(run: Callable[..., Any], aval: Any, place: object) -> Call
 
 
 def _trace_under_settings(
-    run: Callable[..., Any], avals: Sequence[Any], settings: Any, where: Where
+    run: Callable[..., Any], avals: Sequence[Any], settings: Any, surroundings: Surroundings
 ) -> Any:
     """Traces a function under the settings of an equation, and in the meshes around it."""
     programs: list[Any] = []
@@ -182,7 +182,7 @@ def _trace_under_settings(
         with settings.manager:
             programs.append(jax.make_jaxpr(run)(*avals))
 
-    for node in reversed(where.meshes):
+    for node in reversed(surroundings.meshes):
         trace = _jax.in_mesh_of(node.params, trace)
     trace()
     return programs[0]
@@ -194,7 +194,7 @@ def _make_defining_nodes(
     program: Any,
     function: str,
     key: Any,
-    where: Where,
+    surroundings: Surroundings,
     call: Any = None,
     *,
     has_line: bool = False,
@@ -224,7 +224,7 @@ def _make_defining_nodes(
     constants: dict[Any, Any] = {}
     for value, array in zip(renamed(open_form.constvars, names), arrays, strict=True):
         # A tracer must not be a constant of a region: JAX would take its derivative to be zero.
-        if isinstance(array, jax.core.Tracer) or not where.may_hold_arrays:
+        if isinstance(array, jax.core.Tracer) or not surroundings.may_hold_arrays:
             ins.append(Port((key,), value, array))
         else:
             constants[value] = array

@@ -126,7 +126,7 @@ _LINES = {
     "jax_traceback_in_locations_limit": 1000,
     "jax_compilation_cache_include_metadata_in_key": True,
 }
-lines_kept = _jax.Settings(_LINES).in_place
+lines_kept = _jax.settings(_LINES)
 
 
 def _read_computation(message: Message, order: Mapping[int, list[int]]) -> Computation:

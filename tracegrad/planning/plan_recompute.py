@@ -13,7 +13,6 @@ from tracegrad._jax.caches import cached
 from tracegrad._jax.progress import progress
 from tracegrad.differentiation.wrt import Wrt, partition
 from tracegrad.ir import Graph
-from tracegrad.ir.engine import engine
 from tracegrad.ir.notes import add_note
 from tracegrad.ir.occurrence import is_under_rules
 from tracegrad.ir.wording import in_units
@@ -219,5 +218,3 @@ class FitToBudget:
 # Cached, since functions that are traced with the same rule share their programs. The cache tells
 # the budget 1 (a byte) from 1.0 (the whole peak).
 _rule = cached(512)(FitToBudget)
-
-engine.fit_to_budget = recompute_to_fit

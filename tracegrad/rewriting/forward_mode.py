@@ -23,7 +23,7 @@ from tracegrad.ir import CustomGradient, Graph, Node, Occurrence
 from tracegrad.ir.authors import code_of_rule
 from tracegrad.ir.dependence import dependence, without_unused
 from tracegrad.ir.editing import Op, around_each
-from tracegrad.ir.importer import graph_of
+from tracegrad.ir.importer import graph_of, trace_vjp
 from tracegrad.ir.occurrence import Path, origin_of_function
 from tracegrad.ir.running import run_graph, run_node
 from tracegrad.rewriting.kept_zeros import keeps_zeros
@@ -198,24 +198,15 @@ def _trace_passes(
 ) -> _Passes:
     """Traces both passes of a custom gradient, so that its residuals become explicit."""
 
-    def forward(*args: Any) -> tuple[list[Any], Any]:
-        return _jax.vjp_of_some(lambda operands: run(*operands), args, active)
-
-    forward_program, shapes = jax.make_jaxpr(forward, return_shape=True)(*map(jax.typeof, primals))
-    outs, pullback = shapes
-    residuals, pullback_tree = jax.tree.flatten(pullback)
-
-    def backward(residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-        pullback = jax.tree.unflatten(pullback_tree, residuals)
-        return list(pullback(_jax.insert_float0(outs, cotangents)))
-
-    cotangents = [shape for shape in outs if _jax.has_gradient(shape)]
-    backward_program = jax.make_jaxpr(backward)(residuals, cotangents)
+    forward, backward, residuals, cotangents = trace_vjp(
+        lambda operands: run(*operands), list(map(jax.typeof, primals)), active
+    )
+    graph = graph_of(forward)
     # Both may contain custom gradients, even this one, and may be differentiated again.
     return _Passes(
-        with_forward_mode(graph_of(forward_program)),
-        with_forward_mode(graph_of(backward_program)),
-        len(outs),
+        with_forward_mode(graph),
+        with_forward_mode(graph_of(backward)),
+        len(graph.outputs) - residuals,
         cotangents,
     )
 

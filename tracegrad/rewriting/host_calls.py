@@ -6,11 +6,15 @@ raises an error; for a tape, and for `gradients()`, the mark disconnects, as `st
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
+
 import jax
 
 from tracegrad import _jax
-from tracegrad.ir import Graph, Node, Occurrence
+from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, Value
 from tracegrad.ir.editing import around_each
+from tracegrad.ir.occurrence import Path
 
 
 def _has_no_gradient(function: str, stateful: bool) -> Exception:
@@ -45,14 +49,6 @@ TO_HOST = _jax.identity_primitive(
 )
 
 
-def would_run_again(node: Node) -> NotImplementedError:
-    return NotImplementedError(
-        f"{Occurrence((), node)} returns results in a compiled function, a loop or a branch: to "
-        "differentiate that, it would have to run once more. Call it outside, and pass the results "
-        "in; or, if it is a numpy_function that is pure, pass stateful=False"
-    )
-
-
 def end_gradients_at_host(graph: Graph) -> Graph:
     """Stops the gradient at each operand that is handed to the host, except in custom gradients,
     whose operations are not differentiated."""
@@ -61,3 +57,41 @@ def end_gradients_at_host(graph: Graph) -> Graph:
     handed = graph.find(lambda found: found.node.primitive is TO_HOST and not found.rule_around)
     stop = jax.lax.stop_gradient
     return around_each(graph, handed, lambda op, *operands: [*map(stop, operands)]).graph
+
+
+def without_past_effects(graph: Graph, moving: AbstractSet[Value] = frozenset()) -> Graph:
+    """Removes the effects (prints) that a derivative of a function that has run would repeat.
+
+    A node that prints a tangent (in the rule of a `jax.custom_jvp`) has not run yet, and stays:
+    `moving` has the values at every depth that depend on a tangent. Effects in custom gradients
+    stay, since the rules run instead; accesses to a Ref stay, since later operations may read it.
+
+    Raises:
+      NotImplementedError: an effect that has happened has results too, as a call of the host.
+    """
+    past = list(_find_past_effects(graph, (), moving))
+    return around_each(graph, past, lambda op, *operands: []).graph
+
+
+def _find_past_effects(
+    graph: Graph, path: Path, moving: AbstractSet[Value]
+) -> Iterator[Occurrence]:
+    for node in graph.nodes:
+        found = Occurrence(path, node)
+        if not node.effects or isinstance(node, CustomGradient):
+            continue
+        if node.regions:
+            for name, region in node.regions.items():
+                yield from _find_past_effects(region, found.into(name), moving)
+        elif moving.isdisjoint(node.operands) and not node.has_references:
+            if node.outputs:
+                raise _would_run_again(node)
+            yield found
+
+
+def _would_run_again(node: Node) -> NotImplementedError:
+    return NotImplementedError(
+        f"{Occurrence((), node)} returns results in a compiled function, a loop or a branch: to "
+        "differentiate that, it would have to run once more. Call it outside, and pass the results "
+        "in; or, if it is a numpy_function that is pure, pass stateful=False"
+    )

@@ -47,17 +47,17 @@ class Computation:
         function with that derivative.
       constants: how many leading operands a custom rule closes over.
       saves: whether a tape runs `forward` instead, which saves residuals.
-      is_run_once: whether a tape runs `forward` also inside a traced function, since XLA would not
-        merge `fun` (a loop, a branch, a call of the host) with another run for the gradient.
+      is_run_once: whether XLA cannot merge two runs of `fun` (a loop, a branch, a call of the
+        host): then a tape runs `forward` inside a traced function too.
       has_rules: whether a function in its programs has a custom derivative.
       has_nones: whether a custom VJP in its programs may return None, which zeros may hide.
       has_effects: whether it prints or calls the host.
       has_references: whether it uses a `jax.Ref`.
       is_simple: whether it closes over no arrays and has no effects.
       is_kept: whether it is cached for later calls; only then its pull-backs are compiled.
-      called: ``(*operands) -> results`` without residuals; default: `fun`.
+      called: `fun` as it was before residuals were added to its results; default: `fun`.
       count, tree: the number and the tree of the results that are not residuals; None: all results.
-      previous_count: see `add_residuals`; 0 without residuals.
+      count_without_last_residuals: see `add_residuals`; 0 without residuals.
       constant_results: the results that are constants to a derivative; see `add_residuals`.
       number: unique in the process; unlike an id, never reused.
       derived: a cache of facts and of derived computations.
@@ -84,7 +84,7 @@ class Computation:
     called: Any = None
     count: int | None = None
     tree: Any = None
-    previous_count: int = 0
+    count_without_last_residuals: int = 0
     constant_results: frozenset[int] = frozenset()
     number: int = field(default_factory=lambda: next(_numbers), init=False)
     derived: dict[Any, Any] = field(default_factory=dict, init=False)
@@ -172,7 +172,7 @@ class Computation:
             pull_back = self.pull_back
             into_residual = self.count is not None and any(k >= self.count for k in seeded)
             if self.has_rules and not into_residual:
-                pull_back = _drop_unlinked(self.called, pull_back, self.has_nones)
+                pull_back = _for_linked(self.called, pull_back, self.has_nones)
             pull = _pull_function(pull_back, active, seeded, count)
             if any(sparse):
                 pull = _pull_slices(pull, sparse)
@@ -205,7 +205,7 @@ def _add_residuals(
     fun, pull_back, count, tree, constant_results = add_residuals(
         base.fun,
         base.pull_back,
-        base.previous_count,
+        base.count_without_last_residuals,
         active_groups,
         types,
         base.primitive is _jax.REMAT,
@@ -222,7 +222,7 @@ def _add_residuals(
         has_effects=False,
         count=base.count or count,
         tree=base.tree or tree,
-        previous_count=count,
+        count_without_last_residuals=count,
         constant_results=base.constant_results | constant_results,
     )
 
@@ -270,9 +270,10 @@ def links_of(called: Fun, types: Sequence[Any], active: Collection[int]) -> Sequ
         return Walk().region(trace_for_types(called, types), of_each(chosen))
 
 
-def _drop_unlinked(called: Fun, pull_back: PullBack, has_nones: bool) -> PullBack:
-    """Wraps a pull-back: drops the cotangent of an operand for which custom VJPs return None, and
-    adds zeros if a custom JVP returns zeros. `has_nones`: whether a custom VJP may return None."""
+def _for_linked(called: Fun, pull_back: PullBack, has_nones: bool) -> PullBack:
+    """Wraps a pull-back to return cotangents of exactly the connected operands (`links_of`). JAX
+    may have zeros where a custom VJP returns None, and no cotangent where a custom JVP returns
+    zeros. `has_nones`: whether a custom VJP may return None."""
 
     def linked_only(
         active: tuple[int, ...],

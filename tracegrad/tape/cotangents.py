@@ -100,7 +100,7 @@ def _basis(shape: Sequence[int], like: Any) -> Any:
 
 
 def _ones(target: Any) -> Any:
-    aval = _jax.array_type(target)
+    aval = jax.typeof(target)
     return _jax.varying_as(jnp.ones(aval.shape, aval.dtype), aval)
 
 
@@ -124,10 +124,10 @@ def differentiate_record(
     sources: Sequence[int],
     targets: Sequence[int],
     derivative: Derivative,
-    seeds: Sequence[Any] = (),
-    stopped: Collection[int] = frozenset(),
-    aggregate: Aggregation | None = None,
-    gated: bool = False,
+    seeds: Sequence[Any],
+    stopped: Collection[int],
+    aggregate: Aggregation | None,
+    gated: bool,
 ) -> list[Any]:
     """Returns the derivative for each source; None for a source that is connected to no target.
 
@@ -137,7 +137,7 @@ def differentiate_record(
       derivative: the kind of derivative to compute.
       seeds: the cotangent of each target (None: ones); empty for a Jacobian.
       stopped: slots that count as constants: no cotangent goes back through them.
-      aggregate: adds the cotangents that reach one value; default: one after the other.
+      aggregate: adds the cotangents that reach one value; None: one after the other.
       gated: whether an XLA barrier releases the cotangents of an operation's operands together.
     """
     rule_sets = rules_in_force()
@@ -251,16 +251,14 @@ class _Pass:
                 table = jax.typeof(self.arrays[entry.args[0]])
                 return {0: result_cts[0].shaped_as(table).astype(table.dtype)}
             result_cts = {k: ct.to_dense() if is_slices(ct) else ct for k, ct in result_cts.items()}
-        slots = [entry.args[i] for i in active]
-        sparse = tuple([slot in self.tables for slot in slots])
         if isinstance(computation, RecordedRule):
-            may_be_slices = [slot in self.tables for slot in entry.args]
-            operand_cts = computation.pull_back(
-                [result_cts.get(k) for k in range(len(entry.results))], may_be_slices
-            )
+            dys = [result_cts.get(k) for k in range(len(entry.results))]
+            sparse = tuple([slot in self.tables for slot in entry.args])
+            operand_cts = computation.pull_back(dys, sparse)
             return {k: operand_cts[i] for k, i in enumerate(active) if operand_cts[i] is not None}
         if computation.has_effects and computation.count is None:
             computation.refuse_second_run(active, [self.arrays[s] for s in entry.args])
+        sparse = tuple([entry.args[i] in self.tables for i in active])
         pull = computation.pull(active, tuple(result_cts), len(entry.args), sparse)
         needed = map(self.arrays.__getitem__, entry.needed)
         return dict(_run_recorded(pull, [*needed, *result_cts.values()]))
@@ -375,7 +373,7 @@ def _explain_error(
 ) -> None:
     """Adds to an error the user's line of the operation that failed, and the cure."""
     computation, info = cast(Computation, entry.computation), entry.source_info
-    types = [_jax.array_type(arrays[slot]) for slot in entry.args]
+    types = [jax.typeof(arrays[slot]) for slot in entry.args]
     graph = whole = trace_operation(computation.called, types, info)
     if len(graph.nodes) != 1:  # a pull-back, in which several operations run
         whole = trace_operation(compiled(computation.called, computation.name), types, info)

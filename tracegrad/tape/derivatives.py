@@ -23,7 +23,7 @@ from tracegrad.ir.dependence import (
 )
 from tracegrad.ir.importer import graph_of
 from tracegrad.ir.running import run_graph
-from tracegrad.tape.effects import remove_repeated_effects
+from tracegrad.rewriting.host_calls import without_past_effects
 
 Fun = Callable[..., list[Any]]
 # ``(active, operands, results, cotangents) -> operand cotangents``: `active` has the positions of
@@ -165,7 +165,7 @@ def _transpose_silently(
         trees.append(transpose_tree)
         return residuals
 
-    before = remove_repeated_effects(graph_of(jax.make_jaxpr(transpose_saved)(saved)))
+    before = without_past_effects(graph_of(jax.make_jaxpr(transpose_saved)(saved)))
     transpose: Callable[..., Any] = jax.tree.unflatten(trees[-1], run_graph(before, saved))
     return transpose
 
@@ -176,11 +176,11 @@ def _transpose_silently(
 def add_residuals(
     fun: Fun,
     pull_back_of_fun: PullBack,
-    previous_count: int,
+    count_without_last_residuals: int,
     active_groups: Sequence[tuple[int, ...]],
     types: Sequence[Any],
-    is_whole: bool = False,
-    has_rules: bool = True,
+    is_whole: bool,
+    has_rules: bool,
 ) -> tuple[Fun, PullBack, int, Any, frozenset[int]]:
     """Returns a forward of `fun`: a function that returns the results of `fun`, then residuals, the
     values that the derivative needs.
@@ -198,8 +198,8 @@ def add_residuals(
     Args:
       fun: a function, or a forward, whose results end with residuals.
       pull_back_of_fun: the pull-back of `fun`; used if `fun` is a forward.
-      previous_count: how many results `fun` had before its last residuals were added (1 for the
-        second line above); 0 if `fun` is no forward.
+      count_without_last_residuals: the number of results of `fun` without its last residuals (1
+        for the second line above); 0 if `fun` is no forward.
       active_groups: the sets of operands that may be differentiated together, the smallest first;
         the last set has all operands. Residuals are saved for each set: a function with a custom
         rule that does not depend on a set is called, not differentiated.
@@ -262,7 +262,8 @@ def add_residuals(
         cotangents: Mapping[int, Any],
     ) -> dict[int, Any]:
         # Without custom rules, one derivative serves all results: one loop runs, not two.
-        begin = previous_count if has_rules or max(cotangents) < previous_count else 0
+        first = count_without_last_residuals
+        begin = first if has_rules or max(cotangents) < first else 0
         of_previous = {k: ct for k, ct in cotangents.items() if k < begin}
         of_fun = {k: ct for k, ct in cotangents.items() if begin <= k < count}
         of_residuals = {k: ct for k, ct in cotangents.items() if k >= count}

@@ -59,8 +59,9 @@ class GradientTape(Recording):
     returns its operand itself (``x[:]``, ``jnp.asarray(x)``), there is one array, not two.
 
     Modules of ``flax.nnx`` run as without a tape, and keep the state that they assign: statistics,
-    counts of random numbers. A call of `nnx.jit`, `nnx.remat` or `nnx.custom_vjp` puts new arrays
-    into its modules; as a source, a module still stands for the arrays before the call.
+    counts of random numbers. A call of `nnx.jit`, `nnx.remat` or `nnx.custom_vjp` puts copies of
+    unchanged arrays into its modules; as a source, a module still stands for the arrays before the
+    call. (A module that assigns its weights when it is called stands for the new arrays.)
 
     Args:
       persistent: whether `gradient` and `jacobian` may be called more than once.

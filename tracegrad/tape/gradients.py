@@ -75,7 +75,7 @@ class _FullRecord(Record, Listener):
     def was_used_unfollowed(self, array: Any) -> bool:
         return False
 
-    def tracks(self, arrays: Iterable[Any]) -> bool:
+    def note_use(self, arrays: Iterable[Any]) -> bool:
         return any(isinstance(array, jax.core.Tracer) for array in arrays)
 
     def active(self, operands: Sequence[Any]) -> tuple[int, ...]:
@@ -296,7 +296,7 @@ def _record_here(sources: Sequence[Any]) -> Record:
     recorder = recorder_around()
     records = [] if recorder is None else [r for r in recorder.records if r.keeps_operations]
     if records:
-        following = [r for r in records if r.tracks(sources)]
+        following = [r for r in records if r.note_use(sources)]
         record = (following or records)[-1]
         record.hand_out()
         return record

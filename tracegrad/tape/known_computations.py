@@ -150,7 +150,8 @@ def _find_equal_computation(
     if captured or not facts.primitives.isdisjoint(RULES):
         is_kept = bool(captured) or primitive is not _jax.REMAT
         return _new_computation_with_programs(primitive, params, captured, facts, is_kept)
-    # Compares structures only if an operation with the same outline has come before.
+    # An outline is quickly found: the name, the number of operations, their primitives. Only from
+    # the second operation of an outline on are whole programs compared.
     outline = primitive, params.get("name"), facts.operations, facts.primitives
     table = _holding_arrays if facts.arrays else _computations
     first = table.get(outline)

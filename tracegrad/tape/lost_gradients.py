@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
+
 from tracegrad import _jax
 from tracegrad.differentiation.connectivity import Walk
 from tracegrad.ir import CustomGradient, Node, has_gradient
@@ -104,7 +106,7 @@ def warn_of_lost_in_programs(
     key = warn_of_lost_in_programs, tuple(map(_jax.type_key, operands))
     lost = computation.derived.get(key)
     if lost is None:
-        types = list(map(_jax.array_type, operands))
+        types = list(map(jax.typeof, operands))
         lost = computation.derived[key] = _find_lost_operands(computation.called, types)
     named = [(operands[position], what) for position, what in lost]
     warn_of_lost(records, named, _jax.current_source_info())

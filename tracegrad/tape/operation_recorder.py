@@ -19,7 +19,6 @@ from tracegrad import _jax
 from tracegrad.rewriting.host_calls import TO_HOST
 from tracegrad.tape.computations import Computation
 from tracegrad.tape.direct_calls import NotDirect, direct_form
-from tracegrad.tape.effects import has_host_results
 from tracegrad.tape.known_computations import (
     computation_of,
     computation_with_programs,
@@ -27,7 +26,7 @@ from tracegrad.tape.known_computations import (
     without_donation,
 )
 from tracegrad.tape.lost_gradients import warn_of_lost_in_programs
-from tracegrad.tape.programs import closes_over_watched
+from tracegrad.tape.programs import closes_over_watched, has_host_results
 from tracegrad.tape.record import Record
 from tracegrad.tracing.in_force import rules_in_force
 from tracegrad.tracing.overriding import ForwardingTrace, Instead, OverridingTrace
@@ -176,7 +175,7 @@ class OperationRecorder(ForwardingTrace):
         return not rules_in_force() and all(record.keeps_operations for record in watching)
 
     def watching(self, operands: Sequence[Any]) -> list[Record]:
-        return [record for record in self.records if record.tracks(operands)]
+        return [record for record in self.records if record.note_use(operands)]
 
     def apply(
         self, computation: Computation, operands: Sequence[Any], watching: Sequence[Record]

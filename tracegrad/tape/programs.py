@@ -21,7 +21,7 @@ from tracegrad.ir.editing import Op, around_each
 from tracegrad.ir.importer import graph_of
 from tracegrad.ir.nodes import Node, Value
 from tracegrad.ir.running import run_graph
-from tracegrad.ir.writing import Port, Where
+from tracegrad.ir.writing import Port, Surroundings
 from tracegrad.rewriting.host_calls import end_gradients_at_host
 
 # Maps the id of an array that a program closes over to the array that replaces it.
@@ -45,16 +45,25 @@ def run_program(program: Any, args: Sequence[Any], instead: Replacements) -> lis
     return run_graph(_replace_constants(graph, instead), [*args, *steps])
 
 
+def has_host_results(program: Any) -> bool:
+    """Whether a program calls the host for results, on which later operations may depend."""
+    return any(
+        node.effects and node.outputs and _jax.calls_host([node.op])
+        for region in graph_of(program).regions_below
+        for node in region.nodes
+    )
+
+
 def _replace_constants(graph: Graph, instead: Replacements) -> Graph:
     """Also in inner regions."""
     if not instead:
         return graph
-    edited = _open_constants(graph, instead, Where())
+    edited = _open_constants(graph, instead, Surroundings())
     held = {port.value: port.closed_over for port in edited.ins}
     return edited.graph.replace(constants={**edited.graph.constants, **held})
 
 
-def _open_constants(region: Graph, instead: Replacements, where: Where) -> Edited:
+def _open_constants(region: Graph, instead: Replacements, surroundings: Surroundings) -> Edited:
     """Makes the constants that `instead` replaces inputs of the region, by ports."""
     kept, ports = dict[Value, Any](), list[Port]()
     for value, array in region.constants.items():
@@ -62,17 +71,17 @@ def _open_constants(region: Graph, instead: Replacements, where: Where) -> Edite
             ports.append(Port((), value, instead[id(array)]))
         else:
             kept[value] = array
-    draft = Draft(region.replace(constants=kept) if ports else region, where)
+    draft = Draft(region.replace(constants=kept) if ports else region, surroundings)
     draft.ins += ports
     for node in region.nodes:
         if not isinstance(node, CustomGradient) and _closes_over_replaced(node, instead):
-            inside = where.inside(node)
+            inside = surroundings.inside(node)
             edits = {
                 name: _open_constants(inner, instead, inside)
                 for name, inner in node.regions.items()
             }
             try:
-                draft.replace([node], with_regions(node, edits, where))
+                draft.replace([node], with_regions(node, edits, surroundings))
             except GraphError as error:
                 raise NotImplementedError(
                     f"a jitted function inside of {node.op} closes over an array that a tape "
@@ -130,7 +139,7 @@ def refused_arrays(program: Any, captured: Sequence[Any]) -> dict[int, str]:
     if _jax.program_facts(program).primitives.isdisjoint(RULES):
         return {}
     ids = list(map(id, captured))
-    edited = _open_constants(graph_of(program), dict(zip(ids, captured)), Where())
+    edited = _open_constants(graph_of(program), dict(zip(ids, captured)), Surroundings())
     inputs = [*(port.value for port in edited.ins), *edited.graph.inputs]
     graph = edited.graph.replace(inputs=inputs)
     at = [ids.index(id(port.closed_over)) for port in edited.ins]

@@ -100,8 +100,9 @@ class Record:
         """Whether the array may be a source or a target."""
         return id(array) in self.tracked
 
-    def tracks(self, arrays: Iterable[Any]) -> bool:
-        """Whether the record follows one of these operands; if not, notes their unfollowed use."""
+    def note_use(self, arrays: Iterable[Any]) -> bool:
+        """Returns whether the record follows one of these operands; if not, notes that they were
+        used unfollowed."""
         tracked = self.tracked
         for array in arrays:
             if id(array) in tracked:
@@ -212,8 +213,8 @@ def entries_between(
     Args:
       sources, targets: slots of arrays in the record.
       stopped: slots that count as constants.
-      follows_data: whether a path may go where no cotangent goes back (through `stop_gradient`, or
-        a constant of a rule): needed to compute the entries again, without recorded values.
+      follows_data: whether paths also go where no cotangent goes back (through `stop_gradient`, or
+        a constant of a rule). Then the entries can be computed again, without recorded values.
     """
     reached, wanted = set(sources), set(targets)
     ending = {*stopped, *record.without_gradient}

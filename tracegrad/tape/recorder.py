@@ -90,8 +90,8 @@ class Recorder(OperationRecorder):
             with set_current_trace(self.parent_trace):
                 traced = traced_rule(primitive, subfuns, args, params)
             results = self._run_traced_rule(*traced)
-        # JAX reads the tree of the results from the function or from its rule, and expects exactly
-        # one of the two to have run. The rule has run if the parent or the tape differentiates it.
+        # If the rule has run, because the parent or the tape differentiates it, forget the tree of
+        # the function's results: JAX expects a tree from exactly one of the two.
         if _jax.has_run(subfuns[1]):
             _jax.forget_result_trees(subfuns[0])
         return results

@@ -110,8 +110,6 @@ def differentiate_arrays(
 # `nnx.scan` with such a function in its body) returns all state of the module, also unchanged
 # state. So the module has new arrays after the call, with the same values. The gradient of such an
 # array is the gradient of the array that the module had before the call.
-#
-# A *returned operand* is a result that is an unchanged operand.
 
 
 def before_calls(record: Record, sources: Any) -> dict[int, Any]:
@@ -140,7 +138,8 @@ def before_calls(record: Record, sources: Any) -> dict[int, Any]:
 
 
 def _returned_slots(record: Record) -> Iterator[tuple[int, int]]:
-    """Yields (slot of the result, slot of the operand) for each returned operand."""
+    """Yields (slot of the result, slot of the operand) for each result that is an operand,
+    unchanged."""
     for entry in record.entries:
         computation = entry.computation
         if not isinstance(computation, RecordedRule):
@@ -150,7 +149,8 @@ def _returned_slots(record: Record) -> Iterator[tuple[int, int]]:
 
 
 def _returned_operands_of(call: Any) -> Mapping[int, int]:
-    """Maps positions of results to positions of operands, for an operation or an equation.
+    """Maps the position of each result of an operation that is an operand, unchanged, to the
+    position of the operand. `call`: a computation or an equation.
 
     Looks into the programs of the operation. A loop returns an operand if each step returns it: a
     carry, or slices. A conditional returns an operand if all branches return it.

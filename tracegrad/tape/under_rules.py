@@ -15,9 +15,9 @@ from tracegrad.ir.importer import graph_of
 from tracegrad.ir.running import run_graph
 from tracegrad.ir.scopes import UNDER_RULES
 from tracegrad.ir.scopes_in_scans import add_scope_in_scans
+from tracegrad.rewriting.host_calls import without_past_effects
 from tracegrad.rewriting.identities import perturbed
 from tracegrad.tape.derivatives import transpose_derivative
-from tracegrad.tape.effects import remove_repeated_effects
 from tracegrad.tape.record import Entry
 from tracegrad.tracing.argument_paths import argument_path, derivatives_of_argument
 from tracegrad.tracing.in_force import RuleSet, apply_rules_in_force, without_editing
@@ -85,7 +85,7 @@ def vjp_under_rules(
     types = [jax.typeof(arrays[slot]) for slot in slots]
     graph = graph_of(jax.make_jaxpr(tape)(*types))
     if graph.effects:
-        graph = remove_repeated_effects(graph)
+        graph = without_past_effects(graph)
     places = {slot: i for i, slot in enumerate(slots)}
     wanted = tuple(dict.fromkeys(places[slot] for slot in sources))
     differentiated = tuple(i in wanted for i in range(len(types)))

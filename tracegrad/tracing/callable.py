@@ -9,7 +9,6 @@ import jax
 
 from tracegrad import _jax
 from tracegrad.ir import Graph
-from tracegrad.ir.engine import engine
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.running import run_graph
 from tracegrad.ir.text import value_text
@@ -85,6 +84,3 @@ def _check_argument_types(graph: Graph, args: list[Any]) -> None:
                 f"{graph.name} was traced for {value_text(graph, value)}; it was called with "
                 f"{_jax.type_text(aval)} there. Trace it again for other types"
             )
-
-
-engine.to_callable = to_callable

@@ -23,8 +23,7 @@ from typing import Any
 import jax
 
 from tracegrad import _jax
-from tracegrad.ir import Graph, GraphError
-from tracegrad.ir.engine import engine
+from tracegrad.ir import Graph, GraphError, engine
 from tracegrad.ir.errors import NoMatchError
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.scopes import UNDER_RULES

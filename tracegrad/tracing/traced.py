@@ -16,8 +16,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 import jax
 
-from tracegrad.ir import Graph
-from tracegrad.ir.engine import engine
+from tracegrad.ir import Graph, engine
 from tracegrad.tracing.arguments import PackedCall, resolve_static
 from tracegrad.tracing.body import Outgrown
 from tracegrad.tracing.graphs import Rule, as_rules, require_function
