@@ -77,11 +77,6 @@ def staging_trace() -> Any:
     return trace
 
 
-def is_part_of_a_program() -> bool:
-    """Whether a jaxpr is being built that is part of another jaxpr."""
-    return sum(isinstance(trace, StagingTrace) for trace in outward(current_trace(None))) > 1
-
-
 def outward(trace: Any, until: Any = None) -> list[Any]:
     """`trace` and the traces around it, from the inside out; stops before `until`."""
     found = []

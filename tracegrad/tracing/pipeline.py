@@ -3,8 +3,8 @@
 All wrappers of a function with the same rules and options share one `Pipeline`. If the function
 uses no Variables and its arguments are arrays, a call is a call of an ordinary jit (`plain`).
 Otherwise the pipeline packs the arguments (`arguments`) and calls the program of their key
-(`programs`). A program is made of the trace of its first call. If a later trace shows that the
-program is too small, a larger program replaces it, and uses the same trace.
+(`programs`). A call for new types is traced, which makes its program, or a larger program if the
+trace shows that the program is too small.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.wording import changes_lost
 from tracegrad.tracing.arguments import CallPacker, PackedCall, StaticArguments, donated_by
 from tracegrad.tracing.attempts import tracing_depth
-from tracegrad.tracing.body import Outgrown
+from tracegrad.tracing.body import Untraced
 from tracegrad.tracing.callable import call_traced
 from tracegrad.tracing.donation import refuse_sharing
 from tracegrad.tracing.graphs import Rule, function_name, trace_to_graph
@@ -111,17 +111,14 @@ class Pipeline:
 
     # ---------------------------------------------------------------------------------- calls
 
-    def call(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], graph: Graph | None = None
-    ) -> Any:
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_new: bool) -> Any:
         """Calls the function through the program of the call's key, not through `plain`.
 
-        Args:
-          graph: the trace of this call, if `plain` has made a trace but cannot serve it.
+        `is_new`: see `search`.
         """
         if _jax.config.jax_disable_jit:
             return self.eagerly(args, kwargs)
-        return self.search(args, kwargs, JittedProgram.__call__, graph)
+        return self.search(args, kwargs, JittedProgram.__call__, is_new=is_new)
 
     @property
     def is_plain(self) -> bool:
@@ -149,31 +146,29 @@ class Pipeline:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         action: Action[T],
-        graph: Graph | None = None,
+        *,
+        is_new: bool = False,
     ) -> T:
-        """Runs `action` on the program of a call; makes larger programs until the action succeeds.
+        """Runs `action` on the program of a call, and traces the call if no program serves it.
 
-        Args:
-          graph: a trace of this call, for the program to use once.
+        `is_new`: whether the call is known to need a trace.
         """
         for _ in range(_ATTEMPTS):
             call = self.pack(args, kwargs) if self.packs_arguments else PackedCall(args, kwargs)
             key = self._key(call)
-            program = self._programs.get(key)
+            program, graph = self._programs.get(key), None
             try:
-                if graph is None and (program is None or program.use.is_over):
+                if is_new or program is None or program.use.is_over:
                     packed = self.pack_all(args, kwargs)
                     if self._starts_packing(packed):
                         continue
-                    graph = self.trace_call(packed, is_nested=_jax.staging_trace() is not None)
-                if graph is not None:
+                    graph = self.trace_call(packed)
                     program = self._program_for(graph, call, key)
-                assert program is not None
                 return action(program, call, graph)
-            except Outgrown as outgrown:
-                if program is None or outgrown.of.use is not program.use:
+            except Untraced as error:
+                if program is None or error.body.use is not program.use:
                     raise  # of another function
-                graph = outgrown.graph
+                is_new = True
             except Exception as error:
                 if isinstance(error, TypeError) and self.refuses_plain(args, kwargs):
                     continue
@@ -227,7 +222,7 @@ class Pipeline:
         if not self.rules:
             return without_variables(self.fun(*args, **kwargs))
         call = self.pack_all(args, kwargs)
-        return call_traced(self.trace_call(call, is_nested=False), call)
+        return call_traced(self.trace_call(call), call)
 
     # ---------------------------------------------------------------------------------- graphs
 
@@ -238,18 +233,16 @@ class Pipeline:
         with with_jit():  # so that rules find nested jitted functions by name
             return trace_under_rules(self.rules, trace)
 
-    def trace_call(self, call: PackedCall, *, is_nested: bool) -> Graph:
-        """For a call that is being compiled; records the call's signature.
-
-        `is_nested`: whether another program is being traced, so that this trace compiles nothing.
-        """
+    def trace_call(self, call: PackedCall) -> Graph:
+        """Traces a call to compile it; records the call's types, unless the call is part of another
+        program, so that this trace compiles nothing."""
         try:
             graph = self.graph(call)
             if graph.loses:
                 warn_where_called(changes_lost(self.__name__, graph.loses), UserWarning)
         except Exception as error:
             raise explain_error(error)  # noqa: B904 (the same error)
-        if not is_nested:
+        if _jax.staging_trace() is None:
             self.history.note(CallTypes.of(call, graph))
         return graph
 

@@ -2,11 +2,10 @@
 
 The key of a call is the tuple of the Variables among its arguments. For each key a function has one
 `JittedProgram`, which takes the values of its Variables before the arguments, and returns the new
-values before the result. Only tracing finds these Variables. So the first call of a key is traced
-before its program is made. If a later trace, which JAX begins, meets a new Variable or a result
-that is not all arrays, `Body` raises `Outgrown` after the user's function has returned: only JAX's
-code sees the exception. The call continues with a larger program. The program of a new trace uses
-this trace once, instead of tracing again.
+values before the result. Only tracing finds these Variables. So a call is traced before its program
+is called, and a trace that meets a new Variable, or a result that is not all arrays, gets a larger
+program. JAX tells whether a call must be traced: if it has no compiled program for the types of the
+arguments, it calls `Body`, which raises `Untraced`. The next call of the program finds the trace.
 
 At top level, a program that reads and assigns a Variable overwrites the old array by the new
 value (by donation), if nobody else can have the old array; see `variables.lending`. A program that
@@ -26,7 +25,7 @@ import jax
 from tracegrad import _jax
 from tracegrad.ir import Graph
 from tracegrad.tracing.arguments import PackedCall
-from tracegrad.tracing.body import Body, Outgrown, changes_of, traced
+from tracegrad.tracing.body import Body, Untraced, changes_of, traced
 from tracegrad.tracing.jit_options import options_behind
 from tracegrad.tracing.overriding import ForwardingTrace
 from tracegrad.tracing.packed import Packed, finish_result
@@ -137,7 +136,7 @@ class JittedProgram:
         objects in the arguments."""
         use = self.use
         if use.is_over:
-            raise Outgrown(self._body, None)
+            raise Untraced(self._body)
         if listeners() or type(_jax.current_trace(None)) is not _jax.TopLevelTrace:
             new, result = self._call_watched(args, kwargs)
         elif use.calls_host:

@@ -19,7 +19,7 @@ import jax
 from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
 from tracegrad.tracing.arguments import PackedCall, resolve_static
-from tracegrad.tracing.body import Outgrown
+from tracegrad.tracing.body import Untraced
 from tracegrad.tracing.graphs import Rule, as_rules, require_function
 from tracegrad.tracing.jit_options import options_behind_module
 from tracegrad.tracing.module_functions import function_taking_module
@@ -83,7 +83,7 @@ class TracedFunction(Generic[P, R]):
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         result: R
         pipeline: Any = self._pipeline
-        graph = None
+        is_new = False
         given: tuple[Any, ...] = args
         try:
             if self._first:
@@ -92,14 +92,14 @@ class TracedFunction(Generic[P, R]):
                 try:
                     result = pipeline.plain(*args, **kwargs)
                     return result
-                except Outgrown as error:
-                    if error.of.pipeline() is not pipeline:
+                except Untraced as error:
+                    if error.body.pipeline() is not pipeline:
                         raise
-                    graph = error.graph  # not the error, which has this frame
+                    is_new = True
                 except TypeError:
                     if not pipeline.refuses_plain(args, kwargs):
                         raise
-            result = pipeline.call(given, kwargs, graph)
+            result = pipeline.call(given, kwargs, is_new=is_new)
             return result
         except Exception as error:
             raise explain_error(error)  # noqa: B904 (the same error)
