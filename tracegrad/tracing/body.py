@@ -44,10 +44,6 @@ class _Traced(threading.local):
     use: Use | None = None
     graph: Graph | None = None
 
-    def take(self, use: Use) -> Graph | None:
-        graph, self.graph = self.graph, None
-        return graph if self.use is use else None
-
 
 traced = _Traced()
 
@@ -117,15 +113,17 @@ class Body:
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         pipeline, use = self.pipeline(), self.use
         assert pipeline is not None, "the traced function that is called holds it"
-        graph = traced.take(use)
-        if graph is None:  # a first call for new types, or `jax.disable_jit`
+        graph = traced.graph if traced.use is use else None
+        if graph is None:  # a call for new types, or under `jax.disable_jit`
             raise Untraced(self)
+        traced.graph = None
         values, args = args[: len(use.values)], args[len(use.values) :]
         flat = jax.tree.leaves(PackedCall(args, kwargs, pipeline.static).dynamic)
         of_variable = dict(zip([id(ref()) for ref in use.values], values, strict=True))
         flat += [of_variable[id(variable)] for variable in graph.variables]
+        count = graph.result_count
         outs = run_graph(graph, flat, as_call=True)
-        count, last = graph.result_count, len(outs) - len(graph.updates)
+        last = len(outs) - len(graph.updates)
         if self._packs and not use.is_plain and graph.out_tree != _ONE_ARRAY:
             result = Packed(outs[:count], graph.out_tree)
         else:

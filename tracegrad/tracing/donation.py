@@ -15,7 +15,7 @@ from tracegrad.tracing.packed import Packed
 
 def refuse_sharing(fun: Callable[..., Any], call: PackedCall, donated: StaticArguments) -> None:
     """Raises ValueError if modules share an array that the call donates."""
-    packed = [(name, arg) for name, arg in call.by_name()[0] if type(arg) is Packed]
+    packed = [(name, arg) for name, arg in call.by_name[0] if type(arg) is Packed]
     arrays = [array for _, arg in packed for array in arg.arrays if isinstance(array, jax.Array)]
     if len(set(map(id, arrays))) == len(arrays):
         return

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import jax
 
 from tracegrad import _jax
+from tracegrad._jax.caches import facts_of
 from tracegrad.ir import Graph
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.wording import changes_lost
@@ -50,6 +51,9 @@ Action = Callable[[JittedProgram, PackedCall, Graph | None], T]
 
 _ATTEMPTS = 16
 _KEPT = 64  # programs of a function
+_MOST_PIPELINES = 256  # of one function
+# Reentrant: freeing a pipeline may run finalizers, which may call any code.
+_lock = threading.RLock()
 
 
 class Pipeline:
@@ -138,7 +142,8 @@ class Pipeline:
         else:
             is_new = not call.is_of_arrays
         if is_new:
-            self.start_packing(looks_for_modules=bool(call.objects))
+            self.packs_arguments, self.plain = True, None
+            self.pack.looks_for_modules |= bool(call.objects)
         return is_new
 
     def search(
@@ -208,13 +213,8 @@ class Pipeline:
             while len(self._programs) > _KEPT:
                 self._programs.popitem(last=False)
             if key == () and not self.packs_arguments:
-                self.plain = program.plain_call()
+                self.plain = program.direct or functools.partial(program.call_packed, ())
         return program
-
-    def start_packing(self, *, looks_for_modules: bool) -> None:
-        """From now on, each call is packed, since a call had non-arrays."""
-        self.packs_arguments, self.plain = True, None
-        self.pack.looks_for_modules |= looks_for_modules
 
     def eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """For `jax.disable_jit`: calls the function itself or, if there are rules, runs the graph
@@ -268,6 +268,30 @@ class Pipeline:
                 program.clear_cache()
             self._programs.clear()
             self.plain = None
+
+
+def shared_pipeline(
+    fun: Callable[..., Any],
+    rules: tuple[Rule, ...],
+    static: StaticArguments,
+    options: dict[str, Any],
+) -> Pipeline:
+    """All wrappers of a function with the same rules and options share a pipeline."""
+    if isinstance(fun, types.MethodType):  # each access makes a new, short-lived method object
+        return Pipeline(fun, rules, static, options)
+    key = tuple(map(id, rules)), static, tuple(sorted(options.items()))
+    with _lock:
+        try:
+            hash((fun, key))  # without a hash, a function or an option may change later
+            # The key has the ids of the rules; the pipelines keep the rules alive.
+            known: dict[Any, Pipeline] = facts_of(fun).setdefault(Pipeline, {})
+        except TypeError:  # no hash, or no weak references
+            return Pipeline(fun, rules, static, options)
+        if key not in known:
+            if len(known) >= _MOST_PIPELINES:
+                known.clear()
+            known[key] = Pipeline(fun, rules, static, options)
+        return known[key]
 
 
 def with_jit() -> AbstractContextManager[None]:

@@ -127,10 +127,6 @@ class JittedProgram:
         finally:
             traced.graph = None
 
-    def plain_call(self) -> Callable[..., Any]:
-        """The function for calls whose arguments are arrays."""
-        return self.direct or functools.partial(self.call_packed, ())
-
     def call_packed(self, objects: Sequence[Any], /, *args: Any, **kwargs: Any) -> Any:
         """Calls the program with packed arguments, and assigns the new values. `objects`: the nnx
         objects in the arguments."""
@@ -203,9 +199,11 @@ class JittedProgram:
     def call_compiled(self, compiled: Callable[..., Any], call: PackedCall) -> Any:
         """Runs a call by a compiled result of `lower`."""
         args, kwargs = self._unpack_for_stage(call)
-        outcome = (self._call_holding if self.use.calls_host else self._call_lending)(
-            compiled, args, kwargs
-        )
+        if self.use.calls_host:
+            outcome = self._call_holding(compiled, args, kwargs)
+        else:
+            with _jax.at_top_level():  # no tape records a call of a compiled program
+                outcome = self._call_lending(compiled, args, kwargs)
         is_alone = changes_of(outcome) is None
         return outcome if is_alone else _finish_result(outcome, call.objects)
 

@@ -79,7 +79,7 @@ class CallTypes(NamedTuple):
     @classmethod
     def of(cls, call: PackedCall, graph: Graph) -> CallTypes:
         """`graph`: the trace of the call."""
-        arguments, static = call.by_name()
+        arguments, static = call.by_name
         leaves = dict(static)
         leaves.update(zip(graph.hints, map(_type_of, graph.in_avals[: graph.in_tree.num_leaves])))
         trees = {}

@@ -23,10 +23,9 @@ from tracegrad.tracing.body import Untraced
 from tracegrad.tracing.graphs import Rule, as_rules, require_function
 from tracegrad.tracing.jit_options import options_behind_module
 from tracegrad.tracing.module_functions import function_taking_module
-from tracegrad.tracing.pipeline import with_jit
+from tracegrad.tracing.pipeline import shared_pipeline, with_jit
 from tracegrad.tracing.programs import JittedProgram
 from tracegrad.tracing.shardings import options_for_jit, with_mappings
-from tracegrad.tracing.shared import shared_pipeline
 from tracegrad.tracing.stages import call_by
 from tracegrad.tracing.user_errors import explain_error
 

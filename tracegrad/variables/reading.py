@@ -104,6 +104,7 @@ class Operands(Reads):
     def __init__(self, fun: Callable[..., Any], args: tuple[Any, ...]) -> None:
         super().__init__(fun, args)
         self.listed: tuple[Variable, ...] = ()
+        self._placeholders = _jax.PlaceholderTrace()  # type: ignore[no-untyped-call]
         self._values: dict[Variable, Any] = {}  # in the trace around the function
         # The placeholders of each Variable; readers get the last one.
         self._operands: dict[Variable, list[Any]] = {}
@@ -123,7 +124,7 @@ class Operands(Reads):
         return variable in self._values
 
     def _add_operand(self, variable: Variable) -> None:
-        operand = _jax.Placeholder(variable.aval, weakref.ref(variable), lambda: None)
+        operand = _jax.Placeholder(self._placeholders, variable.aval, weakref.ref(variable))
         self._operands.setdefault(variable, []).append(operand)
 
     def list_read(self) -> list[Any]:
