@@ -24,17 +24,8 @@ if TYPE_CHECKING:
 
 
 class Untraced(BaseException):
-    """Raised by `Body` if the call was not traced yet; caught by the pipeline, which traces it.
-
-    JAX's code alone sees this exception: it calls `Body` before the user's function has run.
-
-    Attributes:
-      body: the body.
-    """
-
-    def __init__(self, body: Body):
-        super().__init__("nothing catches this but tracegrad")
-        self.body = body
+    """The call of a program was not traced yet. `Body` raises it through code of JAX alone, before
+    the user's function has run; the pipeline catches it, and traces the call."""
 
 
 class _Traced(threading.local):
@@ -97,6 +88,7 @@ class Body:
         self.use = use
         self._packs = pipeline.packs_results != "never" and not is_staged
         self._is_staged = is_staged
+        self._static = pipeline.static
         self.__name__ = self.__qualname__ = pipeline.__name__
         self.__doc__ = pipeline.__doc__
         self.__module__ = pipeline.__module__
@@ -111,14 +103,13 @@ class Body:
         return None if pipeline is None else pipeline.ref()
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        pipeline, use = self.pipeline(), self.use
-        assert pipeline is not None, "the traced function that is called holds it"
+        use = self.use
         graph = traced.graph if traced.use is use else None
         if graph is None:  # a call for new types, or under `jax.disable_jit`
-            raise Untraced(self)
+            raise Untraced
         traced.graph = None
         values, args = args[: len(use.values)], args[len(use.values) :]
-        flat = jax.tree.leaves(PackedCall(args, kwargs, pipeline.static).dynamic)
+        flat = jax.tree.leaves(PackedCall(args, kwargs, self._static).dynamic)
         of_variable = dict(zip([id(ref()) for ref in use.values], values, strict=True))
         flat += [of_variable[id(variable)] for variable in graph.variables]
         count = graph.result_count

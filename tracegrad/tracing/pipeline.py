@@ -170,9 +170,7 @@ class Pipeline:
                     graph = self.trace_call(packed)
                     program = self._program_for(graph, call, key)
                 return action(program, call, graph)
-            except Untraced as error:
-                if program is None or error.body.use is not program.use:
-                    raise  # of another function
+            except Untraced:
                 is_new = True
             except Exception as error:
                 if isinstance(error, TypeError) and self.refuses_plain(args, kwargs):

@@ -132,7 +132,7 @@ class JittedProgram:
         objects in the arguments."""
         use = self.use
         if use.is_over:
-            raise Untraced(self._body)
+            raise Untraced
         if listeners() or type(_jax.current_trace(None)) is not _jax.TopLevelTrace:
             new, result = self._call_watched(args, kwargs)
         elif use.calls_host:

@@ -91,9 +91,7 @@ class TracedFunction(Generic[P, R]):
                 try:
                     result = pipeline.plain(*args, **kwargs)
                     return result
-                except Untraced as error:
-                    if error.body.pipeline() is not pipeline:
-                        raise
+                except Untraced:
                     is_new = True
                 except TypeError:
                     if not pipeline.refuses_plain(args, kwargs):
