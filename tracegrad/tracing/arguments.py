@@ -182,7 +182,7 @@ class CallPacker:
           finder: the finder of the call; None if nobody needs the nnx objects.
         """
         kind = type(argument)
-        if is_kind_of_array(kind) or kind is Packed:
+        if is_kind_of_array(kind):
             return argument
         if finder is None:
             leaves, tree = flatten_finding_variables(argument, found)
