@@ -84,6 +84,9 @@ class CallInTrace:
         if self.signature is not None:
             self.__signature__ = self.signature
 
+    def __repr__(self) -> str:
+        return repr(self.fun)  # JAX's messages print it
+
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Calls the function with packed arguments that are not static, inside the trace of its
         program.
