@@ -61,6 +61,10 @@ class StaticArguments(NamedTuple):
         """The static keyword arguments of a call."""
         return {name: value for name, value in sorted(kwargs.items()) if name in self.names}
 
+    def chosen(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+        """Those arguments of a call."""
+        return [*(args[i] for i in self.within(args)), *self.named(kwargs).values()]
+
 
 NONE_STATIC = StaticArguments()
 

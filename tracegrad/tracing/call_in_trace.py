@@ -129,10 +129,9 @@ class CallInTrace:
 
     def _gone(self, call: PackedCall) -> list[Any]:
         """Returns the packed arrays that the caller cannot keep, changed or not."""
-        given_away = [call.args[i] for i in self.donated.within(call.args)]
         parts = zip(self.shardings, call.dynamic[0], strict=False)
         laid_out = [arg for part, arg in parts if has_mapping(part)]
-        return jax.tree.leaves((given_away, self.donated.named(call.kwargs), laid_out))
+        return jax.tree.leaves((self.donated.chosen(call.args, call.kwargs), laid_out))
 
     def _fixed(self, whole: Any, leaves: list[Any], tree: Any) -> Any:
         """Returns `whole` if its leaves are arrays; else a list of its arrays. Sets `out_tree`."""

@@ -23,8 +23,7 @@ def refuse_sharing(fun: Callable[..., Any], call: PackedCall, donated: StaticArg
     for name, arg in packed:
         for path, array in jax.tree_util.tree_leaves_with_path(arg):
             places.setdefault(id(array), []).append(f"`{path_name(path, name)}`")
-    given_away = [call.args[i] for i in donated.within(call.args)]
-    given_away += donated.named(call.kwargs).values()
+    given_away = donated.chosen(call.args, call.kwargs)
     for name, arg in packed:
         for array in arg.arrays if any(arg is each for each in given_away) else ():
             shared = places[id(array)]
