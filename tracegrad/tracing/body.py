@@ -29,8 +29,8 @@ class Untraced(BaseException):
 
 
 class _Traced(threading.local):
-    """The trace of the call that a program is about to run, for the program's body to use once; and
-    the program's use."""
+    """The trace of the call that `Pipeline.search` is about to run, for the body of its program to
+    use once; and the use of this program."""
 
     use: Use | None = None
     graph: Graph | None = None

@@ -27,7 +27,7 @@ from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.wording import changes_lost
 from tracegrad.tracing.arguments import CallPacker, PackedCall, StaticArguments, donated_by
 from tracegrad.tracing.attempts import tracing_depth
-from tracegrad.tracing.body import Untraced
+from tracegrad.tracing.body import Untraced, traced
 from tracegrad.tracing.callable import call_traced
 from tracegrad.tracing.donation import refuse_sharing
 from tracegrad.tracing.graphs import Rule, function_name, trace_to_graph
@@ -47,7 +47,7 @@ from tracegrad.tracing.uses import Packs, Use
 from tracegrad.variables.trees import without_variables
 
 T = TypeVar("T")
-Action = Callable[[JittedProgram, PackedCall, Graph | None], T]
+Action = Callable[[JittedProgram, PackedCall], T]
 
 _ATTEMPTS = 16
 _KEPT = 64  # programs of a function
@@ -161,7 +161,7 @@ class Pipeline:
         for _ in range(_ATTEMPTS):
             call = self.pack(args, kwargs) if self.packs_arguments else PackedCall(args, kwargs)
             key = self._key(call)
-            program, graph = self._programs.get(key), None
+            program = self._programs.get(key)
             try:
                 if is_new or program is None or program.use.is_over:
                     packed = self.pack_all(args, kwargs)
@@ -169,7 +169,8 @@ class Pipeline:
                         continue
                     graph = self.trace_call(packed)
                     program = self._program_for(graph, call, key)
-                return action(program, call, graph)
+                    traced.use, traced.graph = program.use, graph
+                return action(program, call)
             except Untraced:
                 is_new = True
             except Exception as error:
@@ -177,6 +178,8 @@ class Pipeline:
                     continue
                 explain_rule(error, lambda: self.graph(self.pack_all(args, kwargs)))
                 raise
+            finally:
+                traced.graph = None
         raise RuntimeError(
             f"{self.__name__} uses other Variables each time it is traced. Create its "
             "Variables once, outside of it."

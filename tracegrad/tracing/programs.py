@@ -25,7 +25,7 @@ import jax
 from tracegrad import _jax
 from tracegrad.ir import Graph
 from tracegrad.tracing.arguments import PackedCall
-from tracegrad.tracing.body import Body, Untraced, changes_of, traced
+from tracegrad.tracing.body import Body, Untraced, changes_of
 from tracegrad.tracing.jit_options import options_behind
 from tracegrad.tracing.overriding import ForwardingTrace
 from tracegrad.tracing.packed import Packed, finish_result
@@ -117,15 +117,10 @@ class JittedProgram:
 
         return run
 
-    def __call__(self, call: PackedCall, graph: Graph | None = None) -> Any:
-        """`graph`: a trace of this call, for the body to use if JAX traces."""
-        traced.use, traced.graph = self.use, graph
-        try:
-            if self.direct is not None:
-                return self.direct(*call.args, **call.kwargs)
-            return self.call_packed(call.objects, *call.args, **call.kwargs)
-        finally:
-            traced.graph = None
+    def __call__(self, call: PackedCall) -> Any:
+        if self.direct is not None:
+            return self.direct(*call.args, **call.kwargs)
+        return self.call_packed(call.objects, *call.args, **call.kwargs)
 
     def call_packed(self, objects: Sequence[Any], /, *args: Any, **kwargs: Any) -> Any:
         """Calls the program with packed arguments, and assigns the new values. `objects`: the nnx
@@ -207,16 +202,12 @@ class JittedProgram:
         is_alone = changes_of(outcome) is None
         return outcome if is_alone else _finish_result(outcome, call.objects)
 
-    def call_stage(self, stage: str, call: PackedCall, graph: Graph | None) -> Any:
+    def call_stage(self, stage: str, call: PackedCall) -> Any:
         """Calls `lower`, `trace` or `eval_shape` of the jit."""
         variables: list[Any] = [ref() for ref in self.use.values]
         values = [variable.value for variable in variables]
         args, kwargs = self._unpack_for_stage(call)
-        traced.use, traced.graph = self.use, graph
-        try:
-            result = getattr(self._jit_for_stage(stage), stage)(*values, *args, **kwargs)
-        finally:
-            traced.graph = None
+        result = getattr(self._jit_for_stage(stage), stage)(*values, *args, **kwargs)
         has_changes = stage == "eval_shape" and changes_of(result) is not None
         return result[1] if has_changes else result
 

@@ -18,13 +18,12 @@ import jax
 
 from tracegrad.ir import Graph
 from tracegrad.ir.engine import engine
-from tracegrad.tracing.arguments import PackedCall, resolve_static
+from tracegrad.tracing.arguments import resolve_static
 from tracegrad.tracing.body import Untraced
 from tracegrad.tracing.graphs import Rule, as_rules, require_function
 from tracegrad.tracing.jit_options import options_behind_module
 from tracegrad.tracing.module_functions import function_taking_module
 from tracegrad.tracing.pipeline import shared_pipeline, with_jit
-from tracegrad.tracing.programs import JittedProgram
 from tracegrad.tracing.shardings import options_for_jit, with_mappings
 from tracegrad.tracing.stages import call_by
 from tracegrad.tracing.user_errors import explain_error
@@ -134,10 +133,9 @@ class TracedFunction(Generic[P, R]):
         pipeline, first = self._pipeline, self._first
 
         def run(compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            def action(program: JittedProgram, call: PackedCall, _: Graph | None) -> Any:
-                return program.call_compiled(compiled, call)
-
-            return pipeline.search((*first, *args), kwargs, action)
+            return pipeline.search(
+                (*first, *args), kwargs, lambda program, call: program.call_compiled(compiled, call)
+            )
 
         return lowered if pipeline.is_plain else call_by(run, lowered)
 
@@ -151,7 +149,7 @@ class TracedFunction(Generic[P, R]):
             return self._pipeline.search(
                 (*self._first, *args),
                 kwargs,
-                lambda program, call, graph: program.call_stage(stage, call, graph),
+                lambda program, call: program.call_stage(stage, call),
             )
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
