@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from tracegrad import _jax
 from tracegrad.ir import Graph
 from tracegrad.ir.running import run_graph
 from tracegrad.tracing.arguments import PackedCall
@@ -103,13 +104,14 @@ class Body:
         return None if pipeline is None else pipeline.ref()
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        use = self.use
-        graph = traced.graph if traced.use is use else None
-        if graph is None:  # a call for new types, or under `jax.disable_jit`
-            raise Untraced
-        traced.graph = None
+        use, graph = self.use, traced.graph
         values, args = args[: len(use.values)], args[len(use.values) :]
         flat = jax.tree.leaves(PackedCall(args, kwargs, self._static).dynamic)
+        if graph is None or traced.use is not use:  # new types, or `jax.disable_jit`
+            raise Untraced
+        if list(graph.program.in_avals[: len(flat)]) != list(map(_jax.type_of, flat)):
+            raise Untraced  # the trace is of a call around this one
+        traced.graph = None
         of_variable = dict(zip([id(ref()) for ref in use.values], values, strict=True))
         flat += [of_variable[id(variable)] for variable in graph.variables]
         count = graph.result_count
