@@ -29,6 +29,7 @@ from tracegrad.annotations.pullback import (
     compute_input_gradients,
     zero_cotangent,
 )
+from tracegrad.annotations.variable_reads import Operands, Reads
 from tracegrad.annotations.variables import (
     flatten_with_variables,
     require_variables_parameter,
@@ -37,7 +38,7 @@ from tracegrad.annotations.variables import (
 )
 from tracegrad.tape.recorded_rules import RecordedRule
 from tracegrad.tape.recorder import Recorder
-from tracegrad.variables.reading import Operands, Reads, ReadsOutside
+from tracegrad.variables.reading import ReadsOutside
 from tracegrad.variables.trees import without_variables
 
 P = ParamSpec("P")
