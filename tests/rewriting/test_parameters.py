@@ -450,6 +450,20 @@ def test_both_the_step_s_path_and_the_loss_s_own_name_a_parameter(glob):
     assert_trees_close(step({"params": PARAMS, "count": 1}, ONES), tripled("a.w"))
 
 
+@pytest.mark.parametrize("called_before", ["alone", "for another shape", "not at all"])
+def test_parameters_have_the_paths_of_the_step_in_a_traced_function_that_has_programs(
+    called_before,
+):
+    gradient = tg.trace(lambda w, x: jax.grad(lambda w: jnp.sum(w * x))(w))
+    rule = tg.rules.scale_gradient(tg.match.param("params"), 2.0)
+    step = tg.trace(lambda params, x: gradient(params, x), rules=rule)
+    if called_before == "alone":
+        gradient(jnp.ones(3), jnp.arange(3.0))
+    if called_before == "for another shape":
+        step(jnp.ones(2), jnp.arange(2.0))
+    np.testing.assert_array_equal(step(jnp.ones(3), jnp.arange(3.0)), 2 * np.arange(3.0))
+
+
 def test_a_function_that_is_called_twice_by_one_that_is_called_twice_is_looked_at_once():
     def of_parameter(w):
         return jnp.sin(w)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -118,8 +117,7 @@ def call_program(program: Any, args: Sequence[Any], name: str) -> list[Any]:
     # JAX differentiates a call only in its operands, so constants that are tracers become operands.
     tracers = list(filter(is_tracer, constants))
     if tracers:
-        numbers = itertools.count()
-        places = [next(numbers) if is_tracer(constant) else None for constant in constants]
+        places = {id(tracer): i for i, tracer in enumerate(tracers)}
         program = with_inputs(program, list(map(jax.typeof, tracers)), places)
     results = bind(JIT, [*args, *tracers], call_params(program, name, INLINED_WHEN_LOWERED))
     # If an output is an input, return the input itself, as `jax.jit` does.

@@ -72,11 +72,12 @@ def program_facts(program: Any) -> ProgramFacts:
         if equation.primitive in (CUSTOM_JVP, CUSTOM_VJP):  # their bodies are not differentiated
             inner = inner._replace(closes_over=rule_closes_over(equation))
         below.append(inner)
+    distinct = _drop_repeated(constants)
     at_top = ProgramFacts(
         frozenset(primitives),
         count,
-        _drop_repeated(each for each in constants if isinstance(each, jax.Array)),
-        _drop_repeated(each for each in constants if isinstance(each, np.ndarray)),
+        tuple([each for each in distinct if isinstance(each, jax.Array)]),
+        tuple([each for each in distinct if isinstance(each, np.ndarray)]),
         bool(open_form.effects),
         rules_see_active=see_active,
         has_references=not all(issubclass(kind, ARRAY) for kind in kinds),

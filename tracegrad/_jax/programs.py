@@ -141,17 +141,18 @@ def program_of_one(primitive: Any, params: Mapping[str, Any], args: Sequence[Any
     return jax.make_jaxpr(lambda *operands: bind(primitive, operands, params))(*args)
 
 
-def with_inputs(program: Any, avals: Sequence[Any], places: Sequence[int | None]) -> Any:
+def with_inputs(program: Any, avals: Sequence[Any], places: Mapping[int, int]) -> Any:
     """Makes some constants of a program new inputs, after the program's own inputs.
 
-    `avals`: the types of the new inputs. `places`: for each constant, the index of the new input;
-    None: the constant stays.
+    `avals`: the types of the new inputs. `places`: by the id of a constant, the index of its input;
+    other constants stay.
     """
     open_form, constants = parts_of(program)
     kept: dict[Any, Any] = {}
     new: dict[int, Any] = {}
     same: dict[Any, Any] = {}  # maps further constants of one place to the first one
-    for var, constant, place in zip(open_form.constvars, constants, places, strict=True):
+    for var, constant in zip(open_form.constvars, constants, strict=True):
+        place = places.get(id(constant))
         if place is None:
             kept[var] = constant
         elif new.setdefault(place, var) is not var:

@@ -77,11 +77,6 @@ def staging_trace() -> Any:
     return trace
 
 
-def is_part_of_a_program() -> bool:
-    """Whether a jaxpr is being built that is part of another jaxpr."""
-    return sum(isinstance(trace, StagingTrace) for trace in outward(current_trace(None))) > 1
-
-
 def outward(trace: Any, until: Any = None) -> list[Any]:
     """`trace` and the traces around it, from the inside out; stops before `until`."""
     found = []
@@ -122,17 +117,19 @@ def mapped_of(tracer: Any) -> Any:
     return tracer.val if hasattr(tracer, "batch_dim") else None
 
 
-class _PlaceholderTrace(jax.core.Trace):
-    """The trace of a `Placeholder`: it raises TypeError for every primitive."""
+class PlaceholderTrace(jax.core.Trace):
+    """The trace of `Placeholder`s: it raises TypeError for every primitive.
 
-    __slots__ = ("_check",)
+    Attributes:
+      is_over: None, or the message of the RuntimeError for each later use of a placeholder: when a
+        primitive is bound to it, and when JAX describes it in an error about a leaked tracer.
+    """
 
-    def __init__(self, check: Callable[[], None]):
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._check = check
+    is_over: str | None = None
 
     def is_valid(self) -> bool:  # JAX calls this for each operand of each primitive bound
-        self._check()
+        if self.is_over is not None:
+            raise RuntimeError(self.is_over)
         return True
 
     def process_primitive(self, primitive: Any, *_: Any, **__: Any) -> Any:
@@ -142,17 +139,15 @@ class _PlaceholderTrace(jax.core.Trace):
 class Placeholder(jax.core.Tracer):  # type: ignore[type-arg]
     """A tracer with a type but no value. A program that uses the tracer has it as a constant.
 
-    `check` is called whenever a primitive is bound to the placeholder, and whenever JAX reads
-    `_debug_info`; it may raise. `stands_for` is the object that the placeholder represents.
+    `stands_for` is the object that the placeholder represents.
     """
 
-    __slots__ = ("_check", "stands_for")
+    __slots__ = ("stands_for",)
 
-    def __init__(self, aval: Any, stands_for: Any, check: Callable[[], None]):
-        super().__init__(_PlaceholderTrace(check), aval)
+    def __init__(self, trace: PlaceholderTrace, aval: Any, stands_for: Any):
+        super().__init__(trace, aval)
         self.stands_for = stands_for
-        self._check = check
 
     @property
     def _debug_info(self) -> None:  # JAX reads this for its error about a leaked tracer
-        self._check()
+        trace_of(self).is_valid()

@@ -29,6 +29,7 @@ from tracegrad.annotations.pullback import (
     compute_input_gradients,
     zero_cotangent,
 )
+from tracegrad.annotations.variable_reads import Operands, Reads, Substitute
 from tracegrad.annotations.variables import (
     flatten_with_variables,
     require_variables_parameter,
@@ -36,7 +37,6 @@ from tracegrad.annotations.variables import (
 )
 from tracegrad.tape.recorded_rules import RecordedRule
 from tracegrad.tape.recorder import Recorder
-from tracegrad.variables.reading import Operands, Reads, Substitute
 from tracegrad.variables.trees import without_variables
 
 P = ParamSpec("P")

@@ -15,13 +15,13 @@ from tracegrad.annotations.calls import add_note_on_error, is_array_like, take_u
 from tracegrad.annotations.captured import Captured, captured_name, captured_text, explain_captured
 from tracegrad.annotations.module_changes import refuse_changes
 from tracegrad.annotations.pullback import Pullback, trace_pullback
+from tracegrad.annotations.variable_reads import Operands
 from tracegrad.annotations.variables import list_variables
 from tracegrad.ir.paths import path_name
 from tracegrad.ir.wording import brief, described
 from tracegrad.rewriting.traced_gradients import OpenedProgram
 from tracegrad.tape.recorded_rules import attach_closed_over
 from tracegrad.tracing.parted import Parted
-from tracegrad.variables.reading import Operands
 from tracegrad.variables.trees import without_variables
 
 # A gradient function is traced together with the gradient functions that it calls, which may

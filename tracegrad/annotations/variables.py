@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from tracegrad import _jax
+from tracegrad.annotations.variable_reads import InGradient, Operands, Substitute
 from tracegrad.ir.wording import described
 from tracegrad.variables.capture import READ
 from tracegrad.variables.listening import Listener, listening
-from tracegrad.variables.reading import InGradient, Operands, ReadsOutside, Substitute
+from tracegrad.variables.reading import ReadsOutside
 from tracegrad.variables.variable import Variable
 
 R = TypeVar("R")

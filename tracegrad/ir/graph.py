@@ -104,11 +104,11 @@ class Graph:
 
     @property
     def in_avals(self) -> list[Any]:
-        return [value.aval for value in self.inputs]
+        return list(self.program.in_avals)
 
     @property
     def out_avals(self) -> list[Any]:
-        return [atom.aval for atom in self.outputs]
+        return list(self.program.out_avals)
 
     @property
     def effects(self) -> frozenset[Any]:
@@ -119,7 +119,7 @@ class Graph:
     def result_count(self) -> int:
         """The number of outputs that make up the function's result. Outputs for `assigned` and
         `updates` follow them."""
-        return len(self.outputs) - len(self.assigned) - len(self.updates)
+        return len(self.program.out_avals) - len(self.assigned) - len(self.updates)
 
     # ------------------------------------------------------------------------------------- values
 
@@ -247,7 +247,7 @@ class Graph:
         return _jax.call_program(self.program, args, self.name)
 
     def _require_one_array_per_input(self, args: Sequence[Any]) -> None:
-        expected = len(self.inputs)
+        expected = len(self.program.in_avals)
         if len(args) == expected:
             return
         if len(args) > expected or len(jax.tree.leaves(args)) == expected:

@@ -42,23 +42,24 @@ _KINDS: dict[Any, type[Node]] = {
 def import_program(program: Any, function: _jax.TracedFrom) -> Graph:
     """Returns a new graph of a program that was traced from `function`, although JAX may have
     recorded another function as the program's origin."""
-    open_form = _jax.opened(program)
-    inputs = open_form.invars
     made: dict[str, tuple[Node, ...]] = {}  # copies of the graph, in all threads, share the nodes
 
     def make_nodes() -> tuple[Node, ...]:
         if "nodes" not in made:
-            hints = dict(zip(inputs, function.arguments, strict=False))
+            open_form = _jax.opened(program)
+            hints = dict(zip(open_form.invars, function.arguments, strict=False))
             nodes = [node_of(each, function.source, hints) for each in open_form.eqns]
             made.setdefault("nodes", tuple(nodes))
         return made["nodes"]
 
+    hints = tuple([name.removesuffix(".value") for name in function.arguments])  # flax.nnx adds it
+    count = len(program.in_avals)
     return Graph(
         program=program,
         make_nodes=make_nodes,
         name=function.name,
         function_source=function.source,
-        hints=_clean_hints(inputs, function.arguments),
+        hints=hints if len(hints) == count else ("",) * count,
     )
 
 
@@ -76,12 +77,6 @@ def graph_of(
             function = function._replace(arguments=tuple(names))
         graph = _graphs[id(program)] = import_program(program, function)
     return graph
-
-
-def _clean_hints(inputs: Sequence[Value], names: Sequence[str]) -> tuple[str, ...]:
-    if len(names) != len(inputs):
-        return ("",) * len(inputs)
-    return tuple([name.removesuffix(".value") for name in names])  # flax.nnx adds it
 
 
 def node_of(equation: Any, function: str = "", hints: Mapping[Value, str] = _NO_HINTS) -> Node:

@@ -294,9 +294,8 @@ def calling_line() -> Origin | None:
 
 
 def _users_calling_frame() -> FrameType | None:
-    return next(
-        (f for f, _ in traceback.walk_stack(None) if is_user_file(f.f_code.co_filename)), None
-    )
+    frames = (frame for frame, _ in traceback.walk_stack(None))
+    return next((f for f in frames if _owner_of_file(f.f_code.co_filename) == "user"), None)
 
 
 def line_of_error(stack: TracebackType | None) -> Origin | None:

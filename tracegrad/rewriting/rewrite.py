@@ -62,7 +62,7 @@ class RewrittenFunction:
             return trace_to_graph(self._called, call)
 
         leaves, tree = jax.tree.flatten(call.dynamic)
-        _, static = call.by_name()
+        _, static = call.by_name
         signature: Any = tree, (*map(_jax.type_of, leaves),), (*static,)
         try:
             hash(signature)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from tracegrad.tracing.modules import NnxObjectFinder
@@ -59,11 +61,16 @@ class StaticArguments(NamedTuple):
         """The static keyword arguments of a call."""
         return {name: value for name, value in sorted(kwargs.items()) if name in self.names}
 
+    def chosen(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+        """Those arguments of a call."""
+        return [*(args[i] for i in self.within(args)), *self.named(kwargs).values()]
+
 
 NONE_STATIC = StaticArguments()
 
 
-class PackedCall(NamedTuple):
+@dataclass(eq=False)
+class PackedCall:
     """A call whose arguments are packed.
 
     Attributes:
@@ -79,7 +86,7 @@ class PackedCall(NamedTuple):
     variables: tuple[VariableNode, ...] = ()
     objects: Sequence[Any] = ()
 
-    @property
+    @cached_property
     def dynamic(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) without the static arguments."""
         static = self.static
@@ -89,6 +96,7 @@ class PackedCall(NamedTuple):
         named = {name: arg for name, arg in self.kwargs.items() if name not in static.names}
         return tuple(x for i, x in enumerate(self.args) if i not in positions), named
 
+    @cached_property
     def by_name(self) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
         """(name, argument) for the arguments that are not static, in JAX's order of flattening, and
         for the static arguments."""
@@ -100,6 +108,13 @@ class PackedCall(NamedTuple):
         for pair in sorted(self.kwargs.items()):
             (static if pair[0] in self.static.names else dynamic).append(pair)
         return dynamic, static
+
+    def with_dynamic(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PackedCall:
+        """Replaces the arguments that are not static."""
+        static, given = self.static, iter(args)
+        fixed = static.within(self.args) if static.positions else ()
+        args = tuple([x if i in fixed else next(given) for i, x in enumerate(self.args)])
+        return PackedCall(args, {**kwargs, **static.named(self.kwargs)}, static)
 
     @property
     def is_of_arrays(self) -> bool:
@@ -171,7 +186,7 @@ class CallPacker:
           finder: the finder of the call; None if nobody needs the nnx objects.
         """
         kind = type(argument)
-        if is_kind_of_array(kind) or kind is Packed:
+        if is_kind_of_array(kind):
             return argument
         if finder is None:
             leaves, tree = flatten_finding_variables(argument, found)

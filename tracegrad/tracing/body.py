@@ -15,41 +15,26 @@ from tracegrad.ir import Graph
 from tracegrad.ir.running import run_graph
 from tracegrad.tracing.arguments import PackedCall
 from tracegrad.tracing.jit_options import signature_behind
-from tracegrad.tracing.modules import Snapshot, Update
-from tracegrad.tracing.nnx_objects import nnx
-from tracegrad.tracing.packed import Packed, has_nnx_objects, unpack_arguments
+from tracegrad.tracing.modules import Update
+from tracegrad.tracing.packed import Packed, has_nnx_objects
 from tracegrad.tracing.statics import with_statics
 from tracegrad.tracing.uses import Use
-from tracegrad.variables.trees import were_variables
 
 if TYPE_CHECKING:
     from tracegrad.tracing.pipeline import Pipeline
 
 
-class Outgrown(BaseException):
-    """Raised by `Body` if a call needs a larger program; caught by the pipeline.
-
-    Attributes:
-      of: the body.
-      graph: the trace of this call; None if the user's function was not called yet.
-    """
-
-    def __init__(self, of: Body, graph: Graph | None):
-        super().__init__("nothing catches this but tracegrad")
-        self.of = of
-        self.graph = graph
+class Untraced(BaseException):
+    """The call of a program was not traced yet. `Body` raises it through code of JAX alone, before
+    the user's function has run; the pipeline catches it, and traces the call."""
 
 
 class _Traced(threading.local):
-    """The trace of a call that a program is about to run, and the program's use. The program's body
-    uses this trace once, instead of tracing again."""
+    """The trace of the call that `Pipeline.search` is about to run, for the body of its program to
+    use once; and the use of this program."""
 
     use: Use | None = None
     graph: Graph | None = None
-
-    def take(self, use: Use) -> Graph | None:
-        graph, self.graph = self.graph, None
-        return graph if self.use is use else None
 
 
 traced = _Traced()
@@ -85,7 +70,7 @@ _ONE_ARRAY = jax.tree.structure(0)
 
 
 class Body:
-    """The function that `jax.jit` gets instead of the user's function: trace → rules → lower.
+    """The function that `jax.jit` gets instead of the user's function: runs the graph of the call.
 
     Takes the values of the Variables in `Use.values`, then the arguments. Returns the new values,
     with `Changes`, and the function's result; if the use is plain, the result alone. Refers to the
@@ -104,6 +89,7 @@ class Body:
         self.use = use
         self._packs = pipeline.packs_results != "never" and not is_staged
         self._is_staged = is_staged
+        self._static = pipeline.static
         self.__name__ = self.__qualname__ = pipeline.__name__
         self.__doc__ = pipeline.__doc__
         self.__module__ = pipeline.__module__
@@ -118,19 +104,19 @@ class Body:
         return None if pipeline is None else pipeline.ref()
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        pipeline, use = self.pipeline(), self.use
-        assert pipeline is not None, "the traced function that is called holds it"
-        if _jax.config.jax_disable_jit:  # then `jax.jit` calls this; warm calls of jit do not
-            raise Outgrown(self, None)
+        use, graph = self.use, traced.graph
         values, args = args[: len(use.values)], args[len(use.values) :]
-        flat = jax.tree.leaves(PackedCall(args, kwargs, pipeline.static).dynamic)
-        graph = traced.take(use)
-        if graph is None or graph.in_avals[: len(flat)] != list(map(_jax.type_of, flat)):
-            graph = self._trace(pipeline, args, kwargs)
+        flat = jax.tree.leaves(PackedCall(args, kwargs, self._static).dynamic)
+        if graph is None or traced.use is not use:  # new types, or `jax.disable_jit`
+            raise Untraced
+        if list(graph.program.in_avals[: len(flat)]) != list(map(_jax.type_of, flat)):
+            raise Untraced  # the trace is of a call around this one
+        traced.graph = None
         of_variable = dict(zip([id(ref()) for ref in use.values], values, strict=True))
         flat += [of_variable[id(variable)] for variable in graph.variables]
+        count = graph.result_count
         outs = run_graph(graph, flat, as_call=True)
-        count, last = graph.result_count, len(outs) - len(graph.updates)
+        last = len(outs) - len(graph.updates)
         if self._packs and not use.is_plain and graph.out_tree != _ONE_ARRAY:
             result = Packed(outs[:count], graph.out_tree)
         else:
@@ -144,26 +130,6 @@ class Body:
         is_new = tuple([i in new for i in variables])
         changes = Changes(is_new, graph.updates, has_nnx_objects(graph.out_tree))
         return [*assigned, *outs[last:], changes], result
-
-    def _trace(self, pipeline: Pipeline, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
-        """Raises `Outgrown` if the program does not serve the trace, or if the arguments contain
-        Variables, modules or other non-arrays that the pipeline has not looked for."""
-        call = pipeline.pack_all(args, kwargs)
-        if not pipeline.packs_arguments:
-            if not call.is_of_arrays or were_variables():
-                pipeline.start_packing(looks_for_modules=bool(call.objects))
-                raise Outgrown(self, None)
-        elif (
-            not pipeline.pack.looks_for_modules
-            and nnx() is not None
-            and Snapshot(unpack_arguments(*call.dynamic)).objects
-        ):
-            pipeline.start_packing(looks_for_modules=True)
-            raise Outgrown(self, None)
-        graph = pipeline.trace_call(call, is_nested=_jax.is_part_of_a_program())
-        if not self.use.serves(Use.of(graph, pipeline.packs_results)):
-            raise Outgrown(self, graph)
-        return graph
 
     def warn_of_merging(self) -> None:
         pipeline = self.pipeline()

@@ -8,8 +8,11 @@ Variables that the function uses. A module that the function closes over is a co
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -36,17 +39,21 @@ from tracegrad.variables.variable import Variable
 Within = Callable[[], AbstractContextManager[Any]]  # makes the context for the call of the function
 
 
+@dataclass(eq=False, repr=False)
 class CallInTrace:
-    """The call of one function inside its trace; records facts that the program does not hold.
+    """The call of one function inside its trace: the function that JAX traces. It records facts
+    that the program does not hold.
 
-    Args:
-      call: the packed call.
+    JAX caches the trace of a function by its identity, with the values that the function closed
+    over then. Each trace has a new object of this class, so it is made with the values of now.
+
+    Attributes:
+      fun, call: the user's function, and the packed call.
+      name, signature: of the program.
       donated, shardings: the arguments that the call donates, and the shardings of the arguments
         that are not static.
       paths: the paths of the traced arrays.
       within: makes the context for the call of the function.
-
-    Attributes:
       variables: the Variables that the function has read and assigned.
       out_tree: the structure of its result.
       updates: the places of the last outputs in the modules of the call. If the function has
@@ -54,23 +61,33 @@ class CallInTrace:
       lost: the paths of the function's changes in an nnx.State that it does not return.
     """
 
-    variables: Capture
+    fun: Callable[..., Any]
+    call: PackedCall
+    name: str
+    signature: inspect.Signature | None
+    donated: StaticArguments
+    shardings: Sequence[Any]
+    paths: Sequence[str]
+    within: Within
+    variables: Capture = field(init=False)
+    out_tree: Any = None
+    updates: tuple[Update, ...] = ()
+    lost: tuple[str, ...] = ()
 
-    def __init__(
-        self,
-        call: PackedCall,
-        donated: StaticArguments,
-        shardings: Sequence[Any],
-        paths: Sequence[str],
-        within: Within,
-    ) -> None:
-        self._call, self._donated, self._shardings = call, donated, shardings
-        self._paths, self._within = paths, within
-        self.out_tree: Any = None
-        self.updates: tuple[Update, ...] = ()
-        self.lost: tuple[str, ...] = ()
+    def __post_init__(self) -> None:
+        inner = self.fun
+        while isinstance(inner, functools.partial):  # JAX takes the name and the line from inside
+            inner = inner.func
+        functools.update_wrapper(self, inner, updated=())
+        self.__name__ = self.name
+        self.__qualname__ = getattr(inner, "__qualname__", self.name)
+        if self.signature is not None:
+            self.__signature__ = self.signature
 
-    def run(self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __repr__(self) -> str:
+        return repr(self.fun)  # JAX's messages print it
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Calls the function with packed arguments that are not static, inside the trace of its
         program.
 
@@ -78,31 +95,28 @@ class CallInTrace:
         anything, returns a pair: the result, and the new values (the last value of each Variable,
         then the new arrays of modules).
         """
-        fixed = self._call.static.named(self._call.kwargs)
-        call = self._call._replace(args=args, kwargs={**kwargs, **fixed})
-        traced = jax.tree.leaves(call.dynamic)
-        with known_by_path(traced, self._paths), capturing() as self.variables:
-            run = self._run if nnx() is None else self._run_with_modules
-            result, updates = run(fun, call)
+        call = self.call.with_dynamic(args, kwargs)
+        traced = jax.tree.leaves((args, kwargs))
+        with known_by_path(traced, self.paths), capturing() as self.variables:
+            result, updates = (self._run if nnx() is None else self._run_with_modules)(call)
             values = [*self.variables.last_values(), *updates]
             return (result, values) if values else result  # JAX's messages give the path in this
 
-    def _run(self, fun: Callable[..., Any], call: PackedCall) -> tuple[Any, list[Any]]:
+    def _run(self, call: PackedCall) -> tuple[Any, list[Any]]:
         args, kwargs = unpack_arguments(call.args, call.kwargs)
-        result = _call_user(fun, self._within, *args, **kwargs)
+        result = _call_user(self.fun, self.within, *args, **kwargs)
         return self._fixed(result, *jax.tree.flatten(result, is_leaf=is_variable)), []
 
-    def _run_with_modules(self, fun: Callable[..., Any], call: PackedCall) -> tuple[Any, list[Any]]:
+    def _run_with_modules(self, call: PackedCall) -> tuple[Any, list[Any]]:
         """Calls the function; also returns the new arrays of modules."""
         gone = self._gone(call)
         args, kwargs = unpack_arguments(call.args, call.kwargs)
-        unpacked = call._replace(args=args, kwargs=kwargs)
-        arguments, _ = unpacked.by_name()
-        states, dynamic = States(dict(arguments)), unpacked.dynamic
+        unpacked = PackedCall(args, kwargs, call.static)
+        states, dynamic = States(dict(unpacked.by_name[0])), unpacked.dynamic
         before = Snapshot(dynamic)
-        refuse_other_shardings(self._shardings, dynamic[0])
-        result = _call_user(fun, self._within, *args, **kwargs)
-        lay_out(self._shardings, dynamic[0])
+        refuse_other_shardings(self.shardings, dynamic[0])
+        result = _call_user(self.fun, self.within, *args, **kwargs)
+        lay_out(self.shardings, dynamic[0])
         self.lost = states.lost_changes(result)
         changed = before.changed(dynamic, gone) if before.objects else []
         if changed is None:
@@ -115,10 +129,9 @@ class CallInTrace:
 
     def _gone(self, call: PackedCall) -> list[Any]:
         """Returns the packed arrays that the caller cannot keep, changed or not."""
-        given_away = [call.args[i] for i in self._donated.within(call.args)]
-        parts = zip(self._shardings, call.dynamic[0], strict=False)
+        parts = zip(self.shardings, call.dynamic[0], strict=False)
         laid_out = [arg for part, arg in parts if has_mapping(part)]
-        return jax.tree.leaves((given_away, self._donated.named(call.kwargs), laid_out))
+        return jax.tree.leaves((self.donated.chosen(call.args, call.kwargs), laid_out))
 
     def _fixed(self, whole: Any, leaves: list[Any], tree: Any) -> Any:
         """Returns `whole` if its leaves are arrays; else a list of its arrays. Sets `out_tree`."""

@@ -15,7 +15,7 @@ from tracegrad.tracing.packed import Packed
 
 def refuse_sharing(fun: Callable[..., Any], call: PackedCall, donated: StaticArguments) -> None:
     """Raises ValueError if modules share an array that the call donates."""
-    packed = [(name, arg) for name, arg in call.by_name()[0] if type(arg) is Packed]
+    packed = [(name, arg) for name, arg in call.by_name[0] if type(arg) is Packed]
     arrays = [array for _, arg in packed for array in arg.arrays if isinstance(array, jax.Array)]
     if len(set(map(id, arrays))) == len(arrays):
         return
@@ -23,8 +23,7 @@ def refuse_sharing(fun: Callable[..., Any], call: PackedCall, donated: StaticArg
     for name, arg in packed:
         for path, array in jax.tree_util.tree_leaves_with_path(arg):
             places.setdefault(id(array), []).append(f"`{path_name(path, name)}`")
-    given_away = [call.args[i] for i in donated.within(call.args)]
-    given_away += donated.named(call.kwargs).values()
+    given_away = donated.chosen(call.args, call.kwargs)
     for name, arg in packed:
         for array in arg.arrays if any(arg is each for each in given_away) else ():
             shared = places[id(array)]

@@ -119,26 +119,23 @@ def trace_to_graph(
     Args:
       shardings: the shardings of the arguments that are not static.
     """
-    static, dynamic, positions = call.static, call.dynamic, call.static.within(call.args)
-    static_kwargs = static.named(call.kwargs)
-    arguments, _ = call.by_name()
+    args, kwargs = call.dynamic
     paths = [
         path_name(path, name)
-        for name, tree in arguments
+        for name, tree in call.by_name[0]
         for path, _ in jax.tree_util.tree_leaves_with_path(tree)
     ]
-    leaves, in_tree = jax.tree.flatten(dynamic)
+    leaves, in_tree = jax.tree.flatten(call.dynamic)
     known = known_paths(leaves, paths)
+    name, signature = function_name(fun), _dynamic_signature(fun, call)
     program = None
     within: Within = nullcontext
     while program is None:
         with Attempt() as attempt:
-            traced_call = CallInTrace(call, donated, shardings, known, within)
-            fresh = _make_new_function(fun, traced_call, frozenset(static_kwargs))
-            program = jax.make_jaxpr(fresh, static_argnums=positions)(*call.args, **dynamic[1])
+            traced_call = CallInTrace(fun, call, name, signature, donated, shardings, known, within)
+            program = jax.make_jaxpr(traced_call)(*args, **kwargs)
         if attempt.is_left:
             program, within = None, attempt.within
-    name, signature = function_name(fun), _dynamic_signature(fun, set(positions), static.names)
     explicit, variables = traced_call.variables.with_explicit_inputs(program)
     names = (*paths, *(variable.name for variable in variables))
     function = _jax.TracedFrom(name, _jax.traced_from(program).source, names)
@@ -154,36 +151,13 @@ def trace_to_graph(
     )
 
 
-def _make_new_function(
-    fun: Callable[..., Any], traced_call: CallInTrace, static_names: frozenset[str]
-) -> Callable[..., Any]:
-    """JAX caches the trace of a function by its identity, with the values that the function closed
-    over then. A new function that calls `fun` is traced with the values of now."""
-    inner = fun
-    while isinstance(inner, functools.partial):  # JAX takes the name and the line from inside
-        inner = inner.func
-
-    @functools.wraps(inner, updated=())
-    def fresh(*args: Any, **kwargs: Any) -> Any:
-        return traced_call.run(fun, args, kwargs)
-
-    fresh.__name__ = function_name(fun)
-    fresh.__qualname__ = getattr(inner, "__qualname__", fresh.__name__)
-    if (static_names or inner is not fun) and (
-        signature := _dynamic_signature(fun, set(), static_names)
-    ):
-        fresh.__signature__ = signature  # type: ignore[attr-defined]
-    return fresh
-
-
-def _dynamic_signature(
-    fun: Callable[..., Any], positions: set[int], names: frozenset[str]
-) -> inspect.Signature | None:
+def _dynamic_signature(fun: Callable[..., Any], call: PackedCall) -> inspect.Signature | None:
     """The signature without the static parameters; None if `fun` has no signature."""
     try:
         signature = inspect.signature(fun)
     except (ValueError, TypeError):
         return None
+    positions, names = call.static.within(call.args), call.static.names
     kept = [
         p
         for i, p in enumerate(signature.parameters.values())

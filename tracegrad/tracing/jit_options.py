@@ -64,17 +64,11 @@ def _shift(
     argument_count: int,
 ) -> dict[str, Any]:
     """Shifts the positions in the options for a function with `count` more arguments in front."""
-
-    def positions(arguments: StaticArguments) -> tuple[int, ...]:
-        return tuple(p + count if p >= 0 else p for p in sorted(arguments.positions))
-
-    shifted = {
-        **options,
-        "static_argnums": positions(static),
-        "static_argnames": tuple(sorted(static.names)),
-        "donate_argnums": positions(donated),
-        "donate_argnames": tuple(sorted(donated.names)),
-    }
+    shifted = dict(options)
+    for option, arguments in (("static", static), ("donate", donated)):
+        positions = [p + count if p >= 0 else p for p in sorted(arguments.positions)]
+        shifted[f"{option}_argnums"] = tuple(positions)
+        shifted[f"{option}_argnames"] = tuple(sorted(arguments.names))
     shardings = options.get("in_shardings")
     if shardings is not None and not isinstance(shardings, tuple):
         shifted["in_shardings"] = (shardings,) * argument_count

@@ -173,7 +173,7 @@ def unpack_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tup
         {k: arg.argument() if isinstance(arg, Packed) else arg for k, arg in kwargs.items()},
     )
     packed = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Packed)]
-    if nnx() is not None and any(has_nodes(x.structure, (RepeatedObject,)) for x in packed):
+    if any(has_nodes(x.structure, (RepeatedObject,)) for x in packed):
         arguments = restore_repeated_objects(arguments)
     return arguments
 

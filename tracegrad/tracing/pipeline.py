@@ -3,8 +3,8 @@
 All wrappers of a function with the same rules and options share one `Pipeline`. If the function
 uses no Variables and its arguments are arrays, a call is a call of an ordinary jit (`plain`).
 Otherwise the pipeline packs the arguments (`arguments`) and calls the program of their key
-(`programs`). A program is made of the trace of its first call. If a later trace shows that the
-program is too small, a larger program replaces it, and uses the same trace.
+(`programs`). A call for new types is traced, which makes its program, or a larger program if the
+trace shows that the program is too small.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from typing import Any, TypeVar
 import jax
 
 from tracegrad import _jax
+from tracegrad._jax.caches import facts_of
 from tracegrad.ir import Graph
 from tracegrad.ir.occurrence import warn_where_called
 from tracegrad.ir.wording import changes_lost
 from tracegrad.tracing.arguments import CallPacker, PackedCall, StaticArguments, donated_by
 from tracegrad.tracing.attempts import tracing_depth
-from tracegrad.tracing.body import Outgrown
+from tracegrad.tracing.body import Untraced, traced
 from tracegrad.tracing.callable import call_traced
 from tracegrad.tracing.donation import refuse_sharing
 from tracegrad.tracing.graphs import Rule, function_name, trace_to_graph
@@ -46,10 +47,13 @@ from tracegrad.tracing.uses import Packs, Use
 from tracegrad.variables.trees import without_variables
 
 T = TypeVar("T")
-Action = Callable[[JittedProgram, PackedCall, Graph | None], T]
+Action = Callable[[JittedProgram, PackedCall], T]
 
 _ATTEMPTS = 16
 _KEPT = 64  # programs of a function
+_MOST_PIPELINES = 256  # of one function
+# Reentrant: freeing a pipeline may run finalizers, which may call any code.
+_lock = threading.RLock()
 
 
 class Pipeline:
@@ -111,17 +115,14 @@ class Pipeline:
 
     # ---------------------------------------------------------------------------------- calls
 
-    def call(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], graph: Graph | None = None
-    ) -> Any:
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_new: bool) -> Any:
         """Calls the function through the program of the call's key, not through `plain`.
 
-        Args:
-          graph: the trace of this call, if `plain` has made a trace but cannot serve it.
+        `is_new`: see `search`.
         """
         if _jax.config.jax_disable_jit:
             return self.eagerly(args, kwargs)
-        return self.search(args, kwargs, JittedProgram.__call__, graph)
+        return self.search(args, kwargs, JittedProgram.__call__, is_new=is_new)
 
     @property
     def is_plain(self) -> bool:
@@ -141,7 +142,8 @@ class Pipeline:
         else:
             is_new = not call.is_of_arrays
         if is_new:
-            self.start_packing(looks_for_modules=bool(call.objects))
+            self.packs_arguments, self.plain = True, None
+            self.pack.looks_for_modules |= bool(call.objects)
         return is_new
 
     def search(
@@ -149,36 +151,35 @@ class Pipeline:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         action: Action[T],
-        graph: Graph | None = None,
+        *,
+        is_new: bool = False,
     ) -> T:
-        """Runs `action` on the program of a call; makes larger programs until the action succeeds.
+        """Runs `action` on the program of a call, and traces the call if no program serves it.
 
-        Args:
-          graph: a trace of this call, for the program to use once.
+        `is_new`: whether the call is known to need a trace.
         """
         for _ in range(_ATTEMPTS):
             call = self.pack(args, kwargs) if self.packs_arguments else PackedCall(args, kwargs)
             key = self._key(call)
             program = self._programs.get(key)
             try:
-                if graph is None and (program is None or program.use.is_over):
+                if is_new or program is None or program.use.is_over:
                     packed = self.pack_all(args, kwargs)
                     if self._starts_packing(packed):
                         continue
-                    graph = self.trace_call(packed, is_nested=_jax.staging_trace() is not None)
-                if graph is not None:
+                    graph = self.trace_call(packed)
                     program = self._program_for(graph, call, key)
-                assert program is not None
-                return action(program, call, graph)
-            except Outgrown as outgrown:
-                if program is None or outgrown.of.use is not program.use:
-                    raise  # of another function
-                graph = outgrown.graph
+                    traced.use, traced.graph = program.use, graph
+                return action(program, call)
+            except Untraced:
+                is_new = True
             except Exception as error:
                 if isinstance(error, TypeError) and self.refuses_plain(args, kwargs):
                     continue
                 explain_rule(error, lambda: self.graph(self.pack_all(args, kwargs)))
                 raise
+            finally:
+                traced.graph = None
         raise RuntimeError(
             f"{self.__name__} uses other Variables each time it is traced. Create its "
             "Variables once, outside of it."
@@ -213,13 +214,8 @@ class Pipeline:
             while len(self._programs) > _KEPT:
                 self._programs.popitem(last=False)
             if key == () and not self.packs_arguments:
-                self.plain = program.plain_call()
+                self.plain = program.direct or functools.partial(program.call_packed, ())
         return program
-
-    def start_packing(self, *, looks_for_modules: bool) -> None:
-        """From now on, each call is packed, since a call had non-arrays."""
-        self.packs_arguments, self.plain = True, None
-        self.pack.looks_for_modules |= looks_for_modules
 
     def eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """For `jax.disable_jit`: calls the function itself or, if there are rules, runs the graph
@@ -227,7 +223,7 @@ class Pipeline:
         if not self.rules:
             return without_variables(self.fun(*args, **kwargs))
         call = self.pack_all(args, kwargs)
-        return call_traced(self.trace_call(call, is_nested=False), call)
+        return call_traced(self.trace_call(call), call)
 
     # ---------------------------------------------------------------------------------- graphs
 
@@ -238,18 +234,16 @@ class Pipeline:
         with with_jit():  # so that rules find nested jitted functions by name
             return trace_under_rules(self.rules, trace)
 
-    def trace_call(self, call: PackedCall, *, is_nested: bool) -> Graph:
-        """For a call that is being compiled; records the call's signature.
-
-        `is_nested`: whether another program is being traced, so that this trace compiles nothing.
-        """
+    def trace_call(self, call: PackedCall) -> Graph:
+        """Traces a call to compile it; records the call's types, unless the call is part of another
+        program, so that this trace compiles nothing."""
         try:
             graph = self.graph(call)
             if graph.loses:
                 warn_where_called(changes_lost(self.__name__, graph.loses), UserWarning)
         except Exception as error:
             raise explain_error(error)  # noqa: B904 (the same error)
-        if not is_nested:
+        if _jax.staging_trace() is None:
             self.history.note(CallTypes.of(call, graph))
         return graph
 
@@ -275,6 +269,30 @@ class Pipeline:
                 program.clear_cache()
             self._programs.clear()
             self.plain = None
+
+
+def shared_pipeline(
+    fun: Callable[..., Any],
+    rules: tuple[Rule, ...],
+    static: StaticArguments,
+    options: dict[str, Any],
+) -> Pipeline:
+    """All wrappers of a function with the same rules and options share a pipeline."""
+    if isinstance(fun, types.MethodType):  # each access makes a new, short-lived method object
+        return Pipeline(fun, rules, static, options)
+    key = tuple(map(id, rules)), static, tuple(sorted(options.items()))
+    with _lock:
+        try:
+            hash((fun, key))  # without a hash, a function or an option may change later
+            # The key has the ids of the rules; the pipelines keep the rules alive.
+            known: dict[Any, Pipeline] = facts_of(fun).setdefault(Pipeline, {})
+        except TypeError:  # no hash, or no weak references
+            return Pipeline(fun, rules, static, options)
+        if key not in known:
+            if len(known) >= _MOST_PIPELINES:
+                known.clear()
+            known[key] = Pipeline(fun, rules, static, options)
+        return known[key]
 
 
 def with_jit() -> AbstractContextManager[None]:

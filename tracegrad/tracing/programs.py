@@ -2,11 +2,10 @@
 
 The key of a call is the tuple of the Variables among its arguments. For each key a function has one
 `JittedProgram`, which takes the values of its Variables before the arguments, and returns the new
-values before the result. Only tracing finds these Variables. So the first call of a key is traced
-before its program is made. If a later trace, which JAX begins, meets a new Variable or a result
-that is not all arrays, `Body` raises `Outgrown` after the user's function has returned: only JAX's
-code sees the exception. The call continues with a larger program. The program of a new trace uses
-this trace once, instead of tracing again.
+values before the result. Only tracing finds these Variables. So a call is traced before its program
+is called, and a trace that meets a new Variable, or a result that is not all arrays, gets a larger
+program. JAX tells whether a call must be traced: if it has no compiled program for the types of the
+arguments, it calls `Body`, which raises `Untraced`. The next call of the program finds the trace.
 
 At top level, a program that reads and assigns a Variable overwrites the old array by the new
 value (by donation), if nobody else can have the old array; see `variables.lending`. A program that
@@ -26,7 +25,7 @@ import jax
 from tracegrad import _jax
 from tracegrad.ir import Graph
 from tracegrad.tracing.arguments import PackedCall
-from tracegrad.tracing.body import Body, Outgrown, changes_of, traced
+from tracegrad.tracing.body import Body, Untraced, changes_of
 from tracegrad.tracing.jit_options import options_behind
 from tracegrad.tracing.overriding import ForwardingTrace
 from tracegrad.tracing.packed import Packed, finish_result
@@ -118,26 +117,17 @@ class JittedProgram:
 
         return run
 
-    def __call__(self, call: PackedCall, graph: Graph | None = None) -> Any:
-        """`graph`: a trace of this call, for the body to use if JAX traces."""
-        traced.use, traced.graph = self.use, graph
-        try:
-            if self.direct is not None:
-                return self.direct(*call.args, **call.kwargs)
-            return self.call_packed(call.objects, *call.args, **call.kwargs)
-        finally:
-            traced.graph = None
-
-    def plain_call(self) -> Callable[..., Any]:
-        """The function for calls whose arguments are arrays."""
-        return self.direct or functools.partial(self.call_packed, ())
+    def __call__(self, call: PackedCall) -> Any:
+        if self.direct is not None:
+            return self.direct(*call.args, **call.kwargs)
+        return self.call_packed(call.objects, *call.args, **call.kwargs)
 
     def call_packed(self, objects: Sequence[Any], /, *args: Any, **kwargs: Any) -> Any:
         """Calls the program with packed arguments, and assigns the new values. `objects`: the nnx
         objects in the arguments."""
         use = self.use
         if use.is_over:
-            raise Outgrown(self._body, None)
+            raise Untraced
         if listeners() or type(_jax.current_trace(None)) is not _jax.TopLevelTrace:
             new, result = self._call_watched(args, kwargs)
         elif use.calls_host:
@@ -204,22 +194,20 @@ class JittedProgram:
     def call_compiled(self, compiled: Callable[..., Any], call: PackedCall) -> Any:
         """Runs a call by a compiled result of `lower`."""
         args, kwargs = self._unpack_for_stage(call)
-        outcome = (self._call_holding if self.use.calls_host else self._call_lending)(
-            compiled, args, kwargs
-        )
+        if self.use.calls_host:
+            outcome = self._call_holding(compiled, args, kwargs)
+        else:
+            with _jax.at_top_level():  # no tape records a call of a compiled program
+                outcome = self._call_lending(compiled, args, kwargs)
         is_alone = changes_of(outcome) is None
         return outcome if is_alone else _finish_result(outcome, call.objects)
 
-    def call_stage(self, stage: str, call: PackedCall, graph: Graph | None) -> Any:
+    def call_stage(self, stage: str, call: PackedCall) -> Any:
         """Calls `lower`, `trace` or `eval_shape` of the jit."""
         variables: list[Any] = [ref() for ref in self.use.values]
         values = [variable.value for variable in variables]
         args, kwargs = self._unpack_for_stage(call)
-        traced.use, traced.graph = self.use, graph
-        try:
-            result = getattr(self._jit_for_stage(stage), stage)(*values, *args, **kwargs)
-        finally:
-            traced.graph = None
+        result = getattr(self._jit_for_stage(stage), stage)(*values, *args, **kwargs)
         has_changes = stage == "eval_shape" and changes_of(result) is not None
         return result[1] if has_changes else result
 

@@ -79,9 +79,11 @@ class CallTypes(NamedTuple):
     @classmethod
     def of(cls, call: PackedCall, graph: Graph) -> CallTypes:
         """`graph`: the trace of the call."""
-        arguments, static = call.by_name()
+        arguments, static = call.by_name
         leaves = dict(static)
-        leaves.update(zip(graph.hints, map(_type_of, graph.in_avals[: graph.in_tree.num_leaves])))
+        for hint, aval in zip(graph.hints, graph.in_avals[: graph.in_tree.num_leaves]):
+            dtype, shape = getattr(aval, "dtype", aval), getattr(aval, "shape", ())
+            leaves[hint] = ArrayType(dtype, shape, bool(getattr(aval, "weak_type", False)))
         trees = {}
         for name, argument in arguments:
             is_packed = isinstance(argument, Packed)
@@ -95,11 +97,6 @@ class CallTypes(NamedTuple):
                 elif id(leaf) not in own:
                     leaves[path_name(path, name)] = Static(leaf)
         return cls(trees, leaves)
-
-
-def _type_of(aval: Any) -> ArrayType:
-    dtype, shape = getattr(aval, "dtype", aval), getattr(aval, "shape", ())
-    return ArrayType(dtype, shape, bool(getattr(aval, "weak_type", False)))
 
 
 @dataclass

@@ -17,15 +17,13 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 import jax
 
 from tracegrad.ir import Graph, engine
-from tracegrad.tracing.arguments import PackedCall, resolve_static
-from tracegrad.tracing.body import Outgrown
+from tracegrad.tracing.arguments import resolve_static
+from tracegrad.tracing.body import Untraced
 from tracegrad.tracing.graphs import Rule, as_rules, require_function
 from tracegrad.tracing.jit_options import options_behind_module
 from tracegrad.tracing.module_functions import function_taking_module
-from tracegrad.tracing.pipeline import with_jit
-from tracegrad.tracing.programs import JittedProgram
+from tracegrad.tracing.pipeline import shared_pipeline, with_jit
 from tracegrad.tracing.shardings import options_for_jit, with_mappings
-from tracegrad.tracing.shared import shared_pipeline
 from tracegrad.tracing.stages import call_by
 from tracegrad.tracing.user_errors import explain_error
 
@@ -82,7 +80,7 @@ class TracedFunction(Generic[P, R]):
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         result: R
         pipeline: Any = self._pipeline
-        graph = None
+        is_new = False
         given: tuple[Any, ...] = args
         try:
             if self._first:
@@ -91,14 +89,12 @@ class TracedFunction(Generic[P, R]):
                 try:
                     result = pipeline.plain(*args, **kwargs)
                     return result
-                except Outgrown as error:
-                    if error.of.pipeline() is not pipeline:
-                        raise
-                    graph = error.graph  # not the error, which has this frame
+                except Untraced:
+                    is_new = True
                 except TypeError:
                     if not pipeline.refuses_plain(args, kwargs):
                         raise
-            result = pipeline.call(given, kwargs, graph)
+            result = pipeline.call(given, kwargs, is_new=is_new)
             return result
         except Exception as error:
             raise explain_error(error)  # noqa: B904 (the same error)
@@ -136,10 +132,9 @@ class TracedFunction(Generic[P, R]):
         pipeline, first = self._pipeline, self._first
 
         def run(compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            def action(program: JittedProgram, call: PackedCall, _: Graph | None) -> Any:
-                return program.call_compiled(compiled, call)
-
-            return pipeline.search((*first, *args), kwargs, action)
+            return pipeline.search(
+                (*first, *args), kwargs, lambda program, call: program.call_compiled(compiled, call)
+            )
 
         return lowered if pipeline.is_plain else call_by(run, lowered)
 
@@ -153,7 +148,7 @@ class TracedFunction(Generic[P, R]):
             return self._pipeline.search(
                 (*self._first, *args),
                 kwargs,
-                lambda program, call, graph: program.call_stage(stage, call, graph),
+                lambda program, call: program.call_stage(stage, call),
             )
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:

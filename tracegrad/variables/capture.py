@@ -23,7 +23,7 @@ from tracegrad.variables.cut_gradients import (
     warn_if_cut,
     warn_of_cut,
 )
-from tracegrad.variables.listening import Listener, listening
+from tracegrad.variables.listening import Listener, start_listening, stop_listening
 from tracegrad.variables.variable import Variable
 
 
@@ -44,19 +44,11 @@ READ = _jax.standing_in_primitive("read", _warn_of_lost)
 ASSIGNED = _jax.identity_primitive("assigned")
 
 
-class _Running:
-    """Whether the function of a capture is running; the placeholders keep this object alive."""
-
-    runs = True
-
-    def check(self) -> None:
-        if not self.runs:
-            raise RuntimeError(
-                "the value of a Variable, read in a traced function, is used after the function "
-                "was traced: it was kept outside of it, or a rule of a jax.custom_vjp or "
-                "jax.custom_jvp reads the Variable. Return the value; pass it to the rule as an "
-                "argument."
-            )
+_OVER = (
+    "the value of a Variable, read in a traced function, is used after the function was traced: it "
+    "was kept outside of it, or a rule of a jax.custom_vjp or jax.custom_jvp reads the Variable. "
+    "Return the value; pass it to the rule as an argument."
+)
 
 
 class Capture(Listener):
@@ -74,11 +66,11 @@ class Capture(Listener):
         self._assigned_at: dict[Variable, Origin | None] = {}  # the line of that assignment
         self._readable: dict[Variable, Any] = {}  # the object that readers get
         self._trace = trace
-        self._running = _Running()
+        self._placeholders = _jax.PlaceholderTrace()  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
         """Called after the function."""
-        self._running.runs = False
+        self._placeholders.is_over = _OVER
         # These references lead to the function, and back to this capture: the cycle would keep all
         # of them alive.
         self._trace = None
@@ -121,7 +113,7 @@ class Capture(Listener):
             return READ.bind(value, entry[0], name=name, assigned_at=self._assigned_at[variable])
 
     def _value_at_entry(self, variable: Variable) -> _jax.Placeholder:
-        value = _jax.Placeholder(variable.aval, weakref.ref(variable), self._running.check)
+        value = _jax.Placeholder(self._placeholders, variable.aval, weakref.ref(variable))
         self._entry.setdefault(variable, []).append(value)
         return value
 
@@ -168,19 +160,20 @@ class Capture(Listener):
         if not variables:
             return program, []
         places = {id(value): i for i, of in enumerate(self._entry.values()) for value in of}
-        slots = [places.get(id(constant)) for constant in _jax.constants_of(program)]
         avals = [values[0].aval for values in self._entry.values()]
-        return _jax.with_inputs(program, avals, slots), variables
+        return _jax.with_inputs(program, avals, places), variables
 
 
 @contextmanager
 def capturing() -> Iterator[Capture]:
     """A block for the call of a function, inside the trace of its program."""
     capture = Capture(_jax.current_trace(None))
+    start_listening(capture)
     try:
-        with listening(capture), kept_programs.while_tracing():
+        with kept_programs.while_tracing():
             yield capture
     finally:
+        stop_listening(capture)
         capture.end()
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from tracegrad import _jax
@@ -29,17 +30,23 @@ class _Process:
     has_variables = False
 
 
+@dataclass
 class _Trace:
-    """A function that is being traced: JAX's trace, and the valid key (the last of several)."""
+    """A function that is being traced.
 
-    def __init__(self, trace: Any, keys: ExitStack):
-        self.trace = trace
-        self._keys = keys
-        self.key = _Key()
+    Attributes:
+      trace: JAX's trace.
+      keys: the contexts of its keys.
+      key: the valid key, the last of several.
+    """
+
+    trace: Any
+    keys: ExitStack
+    key: _Key = field(default_factory=_Key)
 
     def put(self, key: _Key) -> None:
         self.key = key
-        self._keys.enter_context(_key_of_jax(key))
+        self.keys.enter_context(_key_of_jax(key))
 
 
 class _Thread(threading.local):

@@ -146,7 +146,8 @@ _ALONE = _references(_Slot())
 def lend(
     updated: Sequence[Variable], written: Sequence[Variable] = (), read: Sequence[Variable] = ()
 ) -> list[Any]:
-    """Returns the values of `updated` and `read`, for a program that is dispatched now.
+    """Returns the values of `updated` and `read`, for a program that is dispatched now, at JAX's
+    top level.
 
     The program reads and assigns `updated`, whose arrays it may overwrite, only assigns `written`,
     and only reads `read`. Arrays of `updated` that the Variables do not own are copied. Until
@@ -176,8 +177,7 @@ def lend(
         values = [variable._value for variable in (*updated, *read)]
     if foreign:
         try:
-            with _jax.at_top_level():  # not recorded by a tape
-                copies = _copies([values[i] for i in foreign])
+            copies = _copies([values[i] for i in foreign])
         except BaseException:
             take_back(assigned, read)
             raise

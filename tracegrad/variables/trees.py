@@ -3,9 +3,6 @@
 Among the arguments of a traced function, a Variable is not an array but a node of the structure
 (`VariableNode`), so each Variable has a program of its own. The function reads and assigns the
 Variable like a Variable that it closes over.
-
-A function whose calls had no Variables so far is called directly as a jit, and JAX flattens a
-Variable to its value. `were_variables` then tells that a traced value stands for a Variable.
 """
 
 from __future__ import annotations
@@ -90,26 +87,10 @@ def _unflatten(origin: Any, children: Iterable[Any]) -> Any:
     if type(origin) is VariableNode:
         return origin.variable
     (value,) = children
-    if _jax.is_tracer(value):
-        _unflattened.trace = weakref.ref(_jax.trace_of(value))
     return value
 
 
 jax.tree_util.register_pytree_with_keys(Variable, _flatten_with_keys, _unflatten, _flatten)
-
-
-class _Unflattened(threading.local):
-    trace: Any = None  # weakly: the latest trace with a traced value in the place of a Variable
-
-
-_unflattened = _Unflattened()
-
-
-def were_variables() -> bool:
-    """Whether a Variable was among the arguments of the function that JAX has begun to trace: the
-    function gets a traced value in the Variable's place."""
-    trace = _unflattened.trace
-    return trace is not None and trace() is _jax.current_trace(None)
 
 
 @contextmanager
