@@ -74,36 +74,32 @@ class Piece:
     are equal if they run alike."""
 
     def __init__(self, model: MemoryModel, start: int, stop: int):
-        within, count = range(start, stop), stop - start
-        self.sizes = tuple(model.sizes[start:stop])
-        self.flops = tuple(model.flops[start:stop])
-        self.inner_flops = sum(model.inner_flops[start:stop])
-        self.extra = tuple(model.extra[start:stop])
-        self.beside = tuple(model.beside[start:stop])
-        self.is_fixed = any(model.fixed[start:stop])
-        self.args = tuple([tuple([v - start for v in model.args[i] if v >= start]) for i in within])
-        self.needs = tuple(
-            [tuple([v - start for v in model.needs[i] if v >= start]) for i in within]
-        )
-        self.cotangents = tuple(model.cotangents[start:stop])
-        self.uses = tuple(
-            [tuple(sorted({min(u, stop) - start for u in model.uses[i]})) for i in within]
-        )
-        read_back = {v for i in within for v in model.needs[i]}
-        inputs = sorted(read_back.union(*(model.args[i] for i in within)).difference(within))
-        uses = [(v, model.uses[v][0], model.uses[v][-1]) for v in inputs if model.sizes[v]]
-        only_here = [v for v, first, last in uses if start <= first and last < stop]
+        def inside(values: Sequence[int]) -> tuple[int, ...]:
+            return tuple([v - start for v in values if v >= start])
+
+        within = slice(start, stop)
+        self.sizes = tuple(model.sizes[within])
+        self.flops = tuple(model.flops[within])
+        self.inner_flops = sum(model.inner_flops[within])
+        self.extra = tuple(model.extra[within])
+        self.beside = tuple(model.beside[within])
+        self.is_fixed = any(model.fixed[within])
+        self.args = tuple(map(inside, model.args[within]))
+        self.needs = tuple(map(inside, model.needs[within]))
+        self.cotangents = tuple(model.cotangents[within])
+        uses = [sorted({min(u, stop) for u in uses}) for uses in model.uses[within]]
+        self.uses = tuple(map(inside, uses))
         # The inputs that only the segment's forward pass reads: the bytes, and the readers.
-        forward = [v for v in only_here if v not in read_back]
-        readers = [tuple([u - start for u in model.uses[v]]) for v in forward]
+        read = set[int]().union(*model.args[within]).difference(*model.needs[within])
+        inputs = [(model.sizes[v], model.uses[v]) for v in sorted(read) if v < start]
         self.forward_inputs = tuple(
-            [(model.sizes[v], r) for v, r in zip(forward, readers, strict=True)]
+            [(n, inside(u)) for n, u in inputs if n and start <= u[0] <= u[-1] < stop]
         )
         self._key = tuple(vars(self).values())
-        self.leaves = [bool(uses) and uses[-1] == count for uses in self.uses]
+        self.leaves = [bool(uses) and uses[-1] == stop - start for uses in self.uses]
         self.needed = sorted({v for needs in self.needs for v in needs})
         # The last operation in the segment that reads each value; the value's own if none does.
-        self._last = list(range(count))
+        self._last = list(range(stop - start))
         for i, args in enumerate(self.args):
             for v in args:
                 self._last[v] = i
