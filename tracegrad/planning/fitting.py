@@ -7,11 +7,13 @@ Two compilations are usually enough, because they have to find little more than 
 
 from __future__ import annotations
 
+import bisect
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from tracegrad.ir import Graph
+from tracegrad.planning.costs import nbytes
 from tracegrad.planning.plan import RecomputePlan
 from tracegrad.planning.search import BudgetTooSmall, Search
 from tracegrad.planning.tuning import TUNING
@@ -42,7 +44,8 @@ def fitted(
     if held_without <= budget:
         return done(unplanned)
     tried: list[RecomputePlan] = []
-    target = int(TUNING.careful * budget * search.kept.peak / held_without)
+    lent = _lent_bytes(search) if held_without < search.kept.peak else 0
+    target = int(lent + TUNING.careful * budget * (search.kept.peak - lent) / held_without)
     while True:
         fit = _plan_for_target(search, target)
         most = min([search.kept.peak, *(f.peak for f in tried if _measured_bytes(f) > budget)])
@@ -61,6 +64,16 @@ def fitted(
     if not within:
         raise search.too_small(budget, min([unplanned, *tried], key=_measured_bytes), measured_on)
     return done(min(within, key=lambda fit: (fit.flops, _measured_bytes(fit))))
+
+
+def _lent_bytes(search: Search) -> int:
+    """Returns the bytes of the values that can wait in the buffers of results, for which XLA holds
+    no other memory. Until a gradient is computed, its buffer lends room to the largest value that
+    fits; at most half of the peak is lent."""
+    sizes, whole = sorted(search.whole.sizes), search.whole
+    gradients = (nbytes(v.aval) for v in search.graph.inputs if v in whole.active)
+    fitting = (bisect.bisect_right(sizes, size) for size in gradients)
+    return min(sum(sizes[k - 1] for k in fitting if k), search.kept.peak // 2)
 
 
 def _spares_enough(flops: int, tried: Sequence[RecomputePlan], budget: int) -> bool:

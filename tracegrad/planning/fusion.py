@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
-from tracegrad.ir import CustomGradient, Graph, Node, operations
-from tracegrad.ir.running import read, run_node, run_nodes
+from tracegrad.ir import CustomGradient, Graph, Value, operations
+from tracegrad.ir.running import read, run_node
 from tracegrad.planning.compiled import written_by
 from tracegrad.planning.costs import nbytes
 from tracegrad.planning.hlo import Module
@@ -53,16 +53,12 @@ def without_compiling(graph: Graph) -> Fusion:
 
 def evaluate_in_scopes(graph: Graph, args: Sequence[Any]) -> list[Any]:
     """Runs a graph as `run_graph` does, with each node in a named scope of its own."""
-
-    def in_scope(number: int, node: Node) -> Callable[[list[Any]], Sequence[Any]]:
-        def run(operands: list[Any]) -> Sequence[Any]:
-            with jax.named_scope(f"{_SCOPE}{number}"):
-                return run_node(node, operands)
-
-        return run
-
-    instead = {node: in_scope(i, node) for i, node in enumerate(graph.nodes)}
-    return read(graph.outputs, run_nodes(graph, args, instead=instead))
+    values: dict[Value, Any] = {**graph.constants, **dict(zip(graph.inputs, args, strict=True))}
+    for number, node in enumerate(graph.nodes):
+        with jax.named_scope(f"{_SCOPE}{number}"):
+            results = run_node(node, read(node.inputs, values))
+        values.update(zip(node.outputs, results, strict=True))
+    return read(graph.outputs, values)
 
 
 def read_fates(graph: Graph, compiled: Module, examples: int = 1, devices: int = 1) -> Fusion:

@@ -19,7 +19,7 @@ import functools
 import heapq
 import itertools
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -45,6 +45,10 @@ class _Ways:
     table: np.ndarray
     leaves: list[tuple[int, ...]]
 
+    @functools.cached_property
+    def is_recomputed(self) -> np.ndarray:
+        return np.array([segment.recompute for segment in self.segments])
+
 
 # The columns of a label: the FLOPs; the bytes that are kept during the forward pass; the label that
 # it extends (the cut, the row at that cut, and the way for the part between); the bytes by which
@@ -56,7 +60,6 @@ _FLOPS, _KEPT, _FROM, _NEAR, _HELD = 0, 1, slice(2, 5), 5, 6
 class Planner:
     def __init__(self, model: MemoryModel):
         self.model = model
-        self._tokens = _number_equal_operations(model)
 
     def find(self, budget: int) -> list[Segment] | None:
         """Returns the plan with the least extra FLOPs whose peak is within `budget` bytes, or None.
@@ -86,39 +89,36 @@ class Planner:
 
     def _compute_labels(self, budget: int) -> list[np.ndarray]:
         """Returns the undominated labels of every cut, at most `TUNING.labels` for each."""
-        count = len(self._cuts)
-        # For each cut, the tables of its labels found so far. The first cut has one label.
-        tables = [[np.zeros((int(not i), _HELD + count))] for i in range(count)]
-        labels: list[np.ndarray] = []
-        for i in range(count):
-            table = np.concatenate(tables[i])
-            order = np.argsort(table[:, _NEAR], kind="stable")  # the first of equal labels stays
-            flops, kept = table[order, _FLOPS], table[order, _KEPT]
-            table = table[order[frontier(flops, kept, TUNING.labels)]]
-            labels.append(table)
-            tables[i] = []
-            for j in range(i + 1, count):
-                if (i, j) not in self._parts or not len(table):
-                    continue
-                part, deltas = self._parts[i, j]
-                flops, forward, backward, _ = part.table.T
-                forwards = table[:, _KEPT, None] + forward
-                backwards = table[:, _HELD + j, None] + backward
-                rows, ways = np.nonzero((forwards <= budget) & (backwards <= budget))
-                excess = np.maximum(forwards, backwards)[rows, ways] - TUNING.careful**2 * budget
-                is_recomputed = np.array([way.recompute for way in part.segments])
-                near = table[rows, _NEAR] + is_recomputed[ways] * np.maximum(excess, 0)
-                flops = table[rows, _FLOPS] + flops[ways]
-                kept = table[rows, _KEPT] + deltas[ways, -1]
-                order = np.argsort(near, kind="stable")
-                best = order[frontier(flops[order], kept[order], len(order) + 1)]
-                rows, ways = rows[best], ways[best]
-                held = table[rows, _HELD:] + deltas[ways, :-1]
-                origin = np.full(len(rows), i), rows, ways
-                tables[j].append(
-                    np.column_stack([flops[best], kept[best], *origin, near[best], held])
-                )
+        labels = [np.zeros((1, _HELD + len(self._cuts)))]  # the first cut has one label
+        for j in range(1, len(self._cuts)):
+            before = [i for i in range(j) if (i, j) in self._parts and len(labels[i])]
+            table = np.concatenate(
+                [np.zeros((0, _HELD)), *(self._extend(labels[i], i, j, budget) for i in before)]
+            )
+            table = table[np.argsort(table[:, _NEAR], kind="stable")]  # of equals the first stays
+            table = table[frontier(table[:, _FLOPS], table[:, _KEPT], TUNING.labels)]
+            origins = table[:, _FROM].astype(int).tolist()
+            held = [labels[i][k, _HELD:] + self._parts[i, j][1][way, :-1] for i, k, way in origins]
+            labels.append(np.hstack([table, np.reshape(held, (-1, len(self._cuts)))]))
         return labels
+
+    def _extend(self, table: np.ndarray, i: int, j: int, budget: int) -> np.ndarray:
+        """Returns the columns before `_HELD` of the labels of cut `i` extended to cut `j`."""
+        part, deltas = self._parts[i, j]
+        flops, forward, backward, _ = part.table.T
+        most = np.maximum(table[:, _KEPT, None] + forward, table[:, _HELD + j, None] + backward)
+        rows, ways = np.nonzero(most <= budget)
+        excess = np.maximum(most[rows, ways] - TUNING.careful**2 * budget, 0)
+        return np.column_stack(
+            [
+                table[rows, _FLOPS] + flops[ways],
+                table[rows, _KEPT] + deltas[ways, -1],
+                np.full(len(rows), i),
+                rows,
+                ways,
+                table[rows, _NEAR] + part.is_recomputed[ways] * excess,
+            ]
+        )
 
     @functools.cached_property
     def _parts(self) -> dict[tuple[int, int], tuple[_Ways, np.ndarray]]:
@@ -170,36 +170,36 @@ class Planner:
     def _find_ways(self, parts: Sequence[tuple[int, int]]) -> list[_Ways]:
         """Returns, for each part, the undominated ways to run the part as one segment. Equal parts
         are solved once."""
-        keys = [tuple(self._tokens[start:stop]) for start, stop in parts]
-        alike = dict(zip(keys, parts, strict=True))
-        pieces = [Piece(self.model, start, stop) for start, stop in alike.values()]
-        cuts = find_hulls(list(map(network_of, pieces)), TUNING.save_sets)
-        ways = {
-            key: self._run_ways(start, stop, piece, sets)
-            for (key, (start, stop)), piece, sets in zip(alike.items(), pieces, cuts, strict=True)
-        }
-        return [ways[key] for key in keys]
-
-    def _run_ways(self, start: int, stop: int, piece: Piece, cuts: Sequence[SaveSet]) -> _Ways:
-        is_fixed = any(self.model.fixed[start:stop])
-        ways = [Segment(0, stop - start), *(() if is_fixed else recomputing(piece, cuts))]
-        runs = [(way, piece.run(way)) for way in ways]
-        for step in self._step_indices(start, stop):
-            in_step = Piece(self.model.steps[step], start, stop)
-            runs += [(replace(way, step=step), in_step.run(way)) for way in ways]
-        table = np.array([_way_costs(local) for _, local in runs], float)
-        chosen = pareto(table)
-        return _Ways(
-            [runs[k][0] for k in chosen],
-            table[chosen],
-            [tuple(piece.leaving(runs[k][1].stored)) for k in chosen],
-        )
+        pieces = [
+            tuple(Piece(self.model.steps[k], *part) for k in (0, *self._step_indices(*part)))
+            for part in parts
+        ]
+        alike = list(dict.fromkeys(pieces))
+        cuts = find_hulls([network_of(piece) for piece, *_ in alike], TUNING.save_sets)
+        ways = {each: _run_ways(each, sets) for each, sets in zip(alike, cuts, strict=True)}
+        return [ways[each] for each in pieces]
 
     def _step_indices(self, start: int, stop: int) -> range:
         """Returns the indices of the model's `steps`, except the first, in which a part may run."""
         count, scans = len(self.model.steps), self.model.steps[-1].scans
         has_scans = any(node in scans for node in self.model.nodes[start:stop])
         return range(1, count if has_scans else 1)
+
+
+def _run_ways(pieces: Sequence[Piece], cuts: Iterable[SaveSet]) -> _Ways:
+    """`pieces`: one part of the program in each of the model's `steps` in which it may run."""
+    piece = pieces[0]
+    ways = [Segment(0, len(piece.sizes)), *(() if piece.is_fixed else recomputing(piece, cuts))]
+    runs = [
+        (replace(way, step=step), each.run(way)) for step, each in enumerate(pieces) for way in ways
+    ]
+    table = np.array([_way_costs(local) for _, local in runs], float)
+    chosen = pareto(table)
+    return _Ways(
+        [runs[k][0] for k in chosen],
+        table[chosen],
+        [tuple(piece.leaving(runs[k][1].stored)) for k in chosen],
+    )
 
 
 def _way_costs(local: Local) -> list[int]:
@@ -234,25 +234,6 @@ def crossing_bytes(model: MemoryModel) -> list[int]:
     ends = [uses[-1] if uses else v for v, uses in enumerate(model.uses)]
     spans = zip(range(1, len(model) + 1), ends, model.sizes, strict=True)
     return alive((span for span in spans if span[1] >= span[0]), len(model))
-
-
-def _number_equal_operations(model: MemoryModel) -> list[int]:
-    """Returns a number for each operation: equal for equal costs, operands and readers."""
-    seen: dict[Hashable, int] = {}
-    tokens = []
-    columns = model.sizes, model.flops, model.extra, model.beside, model.cotangents, model.fixed
-    for i, costs in enumerate(zip(*columns, strict=True)):
-        token: Hashable = (
-            costs,
-            tuple((i - v, model.sizes[v], *(i - u for u in model.uses[v])) for v in model.args[i]),
-            tuple((i - v, *(i - u for u in model.uses[v])) for v in model.needs[i]),
-            tuple(u - i for u in model.uses[i]),
-            tuple(
-                (m.extra[i], m.inner_flops[i], m.cotangents[i], m.needs[i]) for m in model.steps[1:]
-            ),
-        )
-        tokens.append(seen.setdefault(token, len(seen)))
-    return tokens
 
 
 def pareto(table: np.ndarray) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 from tracegrad import _jax
@@ -83,11 +82,6 @@ class Search:
         segments = self._planner.find(target)
         if segments is None:
             raise self.too_small(self.examples * target, self.best(self.lowest_peak))
-        return self.plan(segments, target)
-
-    def plan(self, segments: Sequence[Segment], target: int) -> RecomputePlan:
-        if any(segment.step for segment in segments):
-            fill_steps(self.whole)  # fills `whole.steps`, which the segments refer to
         simulation = simulate(self.whole, segments)
         return RecomputePlan(self, simulation, tuple(segments), target, target)
 

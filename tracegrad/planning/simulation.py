@@ -70,34 +70,45 @@ class Local:
 
 class Piece:
     """The operations of a segment, numbered from its start. `args` and `needs` omit the values that
-    are computed before the segment."""
+    are computed before the segment; a later operation that reads a value counts as the stop. Pieces
+    are equal if they run alike."""
 
     def __init__(self, model: MemoryModel, start: int, stop: int):
-        within = range(start, stop)
-        self.sizes = model.sizes[start:stop]
-        self.flops = model.flops[start:stop]
-        self.inner_flops = sum(model.inner_flops[start:stop])
-        self.extra = model.extra[start:stop]
-        self.beside = model.beside[start:stop]
-        self.args = [[v - start for v in model.args[i] if v >= start] for i in within]
-        self.needs = [[v - start for v in model.needs[i] if v >= start] for i in within]
-        self.cotangents = model.cotangents[start:stop]
-        self.uses = [[u - start for u in model.uses[i]] for i in within]
-        self.leaves = [bool(uses) and uses[-1] >= stop - start for uses in self.uses]
-        self.needed = sorted({v for needs in self.needs for v in needs})
-        read_back = {v for i in within for v in model.needs[i]}
-        inputs = sorted(read_back.union(*(model.args[i] for i in within)).difference(within))
-        uses = [(v, model.uses[v][0], model.uses[v][-1]) for v in inputs if model.sizes[v]]
-        only_here = [v for v, first, last in uses if start <= first and last < stop]
+        def inside(values: Sequence[int]) -> tuple[int, ...]:
+            return tuple([v - start for v in values if v >= start])
+
+        within = slice(start, stop)
+        self.sizes = tuple(model.sizes[within])
+        self.flops = tuple(model.flops[within])
+        self.inner_flops = sum(model.inner_flops[within])
+        self.extra = tuple(model.extra[within])
+        self.beside = tuple(model.beside[within])
+        self.is_fixed = any(model.fixed[within])
+        self.args = tuple(map(inside, model.args[within]))
+        self.needs = tuple(map(inside, model.needs[within]))
+        self.cotangents = tuple(model.cotangents[within])
+        uses = [sorted({min(u, stop) for u in uses}) for uses in model.uses[within]]
+        self.uses = tuple(map(inside, uses))
         # The inputs that only the segment's forward pass reads: the bytes, and the readers.
-        forward = [v for v in only_here if v not in read_back]
-        readers = [tuple([u - start for u in model.uses[v]]) for v in forward]
-        self.forward_inputs = [(model.sizes[v], r) for v, r in zip(forward, readers, strict=True)]
+        read = set[int]().union(*model.args[within]).difference(*model.needs[within])
+        inputs = [(model.sizes[v], model.uses[v]) for v in sorted(read) if v < start]
+        self.forward_inputs = tuple(
+            [(n, inside(u)) for n, u in inputs if n and start <= u[0] <= u[-1] < stop]
+        )
+        self._key = tuple(vars(self).values())
+        self.leaves = [bool(uses) and uses[-1] == stop - start for uses in self.uses]
+        self.needed = sorted({v for needs in self.needs for v in needs})
         # The last operation in the segment that reads each value; the value's own if none does.
         self._last = list(range(stop - start))
         for i, args in enumerate(self.args):
             for v in args:
                 self._last[v] = i
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Piece) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
 
     def leaving(self, stored: AbstractSet[int]) -> list[int]:
         """Returns the values that leave the segment and are not in `stored`."""
