@@ -108,7 +108,7 @@ def _zeros(leading: Sequence[int], leaf: Any, skipped: int = 0) -> Any:
     return jnp.zeros((*leading, *leaf.shape[skipped:]), leaf.dtype)
 
 
-GRADIENT = Derivative(_run_gradient, lambda targets, leaf: _zeros((), leaf))
+GRADIENT = Derivative(_run_gradient, lambda targets, leaf: _jax.zeros_of(leaf.aval))
 SPARSE_GRADIENT = replace(GRADIENT, sparse=True)
 JACOBIAN = Derivative(_run_jacobian, lambda targets, leaf: _zeros(jnp.shape(targets[0]), leaf))
 BATCH_JACOBIAN = Derivative(
