@@ -233,6 +233,13 @@ def test_of_a_solver_what_nobody_differentiates_is_not_judged():
         check_grads(lambda a: sum(solve(a, jnp.ones_like(a))), (2.0,), order=1)
 
 
+def test_a_parameter_that_a_rule_freezes_is_named_as_a_stop_and_may_be_deliberate():
+    frozen = tg.rewrite(lambda w: jnp.sum(jnp.sin(w)), tg.rules.stop_gradient(tg.match.param("w")))
+    with pytest.raises(GradientError, match="Stopped values"):
+        check_grads(frozen, (X,), order=1)
+    assert not check_grads(frozen, (X,), order=1, deliberate="stop_gradient").wrong
+
+
 @pytest.mark.parametrize("declared", ["product", "stop_gradient"])
 def test_a_stop_in_the_function_of_a_rule_is_named_and_may_be_deliberate(declared):
     @jax.custom_vjp

@@ -342,7 +342,7 @@ def test_matches_print_one_a_line_with_scope_and_source():
         (lambda: match.op(), "nothing"),
         (lambda: match.call(jnp.sin), "takes names"),
         (lambda: match.scope(""), "takes names"),
-        (lambda: match.where("sin"), "takes a function"),
+        (lambda: match.where("sin"), "expected a selector or a function"),
         (lambda: match.op("sin") & "cos", "combined only with another"),
     ],
 )

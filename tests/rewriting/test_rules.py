@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import jaxpr_as_fun
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import tracegrad as tg
 from tracegrad import match, rules
@@ -37,7 +38,7 @@ def in_a_branch(x):
 
 
 def in_a_shard_map(x):
-    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("data")
     inner = jax.shard_map(jnp.sin, mesh=mesh, in_specs=spec, out_specs=spec)
     return jnp.sum(inner(x) * ARRIVING)
@@ -598,6 +599,41 @@ def test_a_loop_and_what_is_in_it_are_led_out_together():
     for led_out in (values, gradients):
         alone = {name: value for place in places for name, value in led_out(place).items()}
         jax.tree.map(np.testing.assert_array_equal, led_out(together), alone)
+
+
+def sines_in_a_loop_and_a_branch(x):
+    last, _ = jax.lax.scan(lambda c, _: (jnp.sin(c), None), x, length=2)
+    return jnp.sum(jax.lax.cond(jnp.sum(x) > 1.0, jnp.sin, jnp.cos, last) * jnp.arange(2.0))
+
+
+@pytest.mark.both_jax
+def test_gradients_within_a_shard_map_are_those_of_each_shard():
+    mesh, x = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,)), jnp.arange(8.0) / 7
+
+    def of_shard(x):
+        _, gradients = tg.intermediate_gradients(sines_in_a_loop_and_a_branch, x, where=SIN)
+        return jnp.stack([*gradients["sin"], gradients["sin_1"]])
+
+    spec = PartitionSpec("d")
+    of_shards = jax.shard_map(of_shard, mesh=mesh, in_specs=spec, out_specs=spec)
+    expected = jnp.concatenate([of_shard(shard) for shard in jnp.split(x, 4)])
+    np.testing.assert_allclose(of_shards(x), expected, rtol=1e-6)
+
+
+@pytest.mark.both_jax
+def test_gradients_are_split_over_devices_as_their_values():
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Explicit,))
+    x = jax.device_put(jnp.arange(2.0), NamedSharding(mesh, PartitionSpec("d")))
+    with jax.set_mesh(mesh):
+        _, values = tg.intermediates(sines_in_a_loop_and_a_branch, x, where=SIN)
+        _, gradients = tg.intermediate_gradients(sines_in_a_loop_and_a_branch, x, where=SIN)
+        with tg.GradientTape() as tape:
+            tape.watch(x)
+            y = jnp.sum(jnp.round(x))
+        unconnected = tape.gradient(y, x, unconnected_gradients="zero")
+    assert [str(g.sharding.spec[-1]) for g in gradients.values()] == ["d", "d"]
+    assert jax.tree.map(jax.typeof, gradients) == jax.tree.map(jax.typeof, values)
+    assert jax.typeof(unconnected) == jax.typeof(x)
 
 
 def marked_in_two_branches_of_three(which, x, y):

@@ -661,6 +661,27 @@ def test_sharded_arrays():
     assert dx.sharding.is_equivalent_to(sharding, 1)
 
 
+@pytest.mark.both_jax
+def test_gradients_of_arrays_are_split_over_explicit_axes_as_the_arrays():
+    mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Explicit,))
+    x = jax.device_put(jnp.arange(8.0), jax.sharding.NamedSharding(mesh, P("i")))
+
+    @tg.custom_gradient
+    def sine(x):
+        return (jnp.sin(x), jnp.cos(x)), lambda ds, dc: ds * jnp.cos(x) - dc * jnp.sin(x)
+
+    with jax.set_mesh(mesh):
+        with GradientTape(persistent=True) as tape:
+            tape.watch(x)
+            y, z = sine(x)[0], jnp.sin(x)
+        gradients = tape.gradient(y, x), tape.gradient(z, x)
+        jacobian = tape.jacobian(z, x)
+    for dx in gradients:
+        np.testing.assert_allclose(dx, np.cos(np.arange(8.0)), rtol=1e-6)
+        assert jax.typeof(dx) == jax.typeof(x)
+    np.testing.assert_allclose(jacobian, np.diag(np.cos(np.arange(8.0))), rtol=1e-6)
+
+
 def test_arrays_on_different_devices():
     """As a model that is put on two devices by hand: `jax.grad` differentiates it where it runs."""
     here, there = jax.devices()[1:3]

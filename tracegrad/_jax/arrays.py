@@ -54,6 +54,13 @@ def is_reference(aval: object) -> bool:
     return not isinstance(aval, ARRAY)
 
 
+def stacked_type(aval: Any, length: int) -> Any:
+    """Returns the type of `length` values of a type, stacked along a new axis 0."""
+    spec = aval.sharding.spec
+    sharding = aval.sharding.update(spec=type(spec)(None, *spec))
+    return aval.update(shape=(length, *aval.shape), sharding=sharding, weak_type=False)
+
+
 def no_cotangent(aval: Any) -> Any:
     """JAX's (co)tangent of an integer: zeros of the empty dtype ``float0``."""
     return np.zeros(aval.shape, jax.dtypes.float0)

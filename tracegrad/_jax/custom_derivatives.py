@@ -25,6 +25,13 @@ from tracegrad._jax.derivatives import jvp, of_some
 Keep = Callable[[tuple[Any, ...], Any], Any]  # (inputs, results) -> residuals
 
 
+def zeros_of(aval: Any) -> Any:
+    """Returns zeros of a type, with the type's sharding over explicit axes and its varying axes."""
+    if jax.sharding.get_abstract_mesh().empty:  # JAX shards only over a mesh in use
+        return jnp.zeros(aval.shape, aval.dtype)
+    return ad.instantiate_zeros(ad.Zero(aval))  # type: ignore[no-untyped-call]
+
+
 def with_tangent(
     run: Callable[..., Any],
     tangent: Callable[[Sequence[Any], Sequence[Any]], Any],

@@ -188,7 +188,8 @@ def _call_on_values(
 
     def pull_back(cotangents: Sequence[Any], sparse: Sequence[bool]) -> list[Any]:
         dys = [
-            zero_cotangent(result) if ct is None else ct for ct, result in zip(cotangents, results)
+            zero_cotangent(jax.typeof(result)) if ct is None else ct
+            for ct, result in zip(cotangents, results)
         ]
         return compute_input_gradients(fun, args, gradient, arrays, dys, sparse)
 

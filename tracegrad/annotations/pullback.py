@@ -108,7 +108,7 @@ def zero_cotangent(aval: Any) -> Any:
     """Returns the cotangent of an output that no cotangent reaches: zeros, except for a key."""
     if jnp.issubdtype(aval.dtype, jax.dtypes.extended):  # a random key has no zero
         return _jax.no_cotangent(aval)
-    return jnp.zeros(aval.shape, aval.dtype)
+    return _jax.zeros_of(aval)
 
 
 def compute_input_gradients(

@@ -80,8 +80,9 @@ def check_grads(
         report lists these rules, but they do not fail; the check of the whole function uses the
         derivatives of their functions, without stops. ``"stop_gradient"`` stands for every
         `stop_gradient`, and every rule whose function has one: these rules are not judged, however
-        wrong they are. The rules of `tracegrad.grad_pass_through`, `rules.clip_gradient` and
-        `rules.scale_gradient` are always deliberate.
+        wrong they are. `tracegrad.grad_pass_through`, `rules.override_gradient`,
+        `rules.straight_through`, `rules.clip_gradient` and `rules.scale_gradient` are always
+        deliberate.
       rtol: the largest allowed difference, relative to the larger number. Default: 1e-5, or more if
         a part of the function cannot run in double precision (a callback that returns float32).
         Pass more if the function itself, an iteration for example, is no more precise.
@@ -217,19 +218,19 @@ def _check(
 def _hint_of(program: Graph) -> str:
     """Returns words on what may be to blame for a wrong derivative of a program."""
     hint = ""
-    if stops := _places(program, is_stop):
+    if stops := program.find(is_stop):  # the stop of a parameter by a rule has no line
         hint += (
             f"\nStopped values vary in finite differences, but are constants in derivatives: {STOP}"
-            f'{stops}. If they are meant, deliberate="{STOP}" checks the function without stops'
-            ", and does not judge the rules whose functions have stops"
+            f'{_places(stops)}. If they are meant, deliberate="{STOP}" checks the function without '
+            "stops, and does not judge the rules whose functions have stops"
         )
-    if calls := _places(program, is_host_call):
-        hint += f"\nThese are checked with the whole function alone: numpy_function{calls}"
+    if calls := program.find(is_host_call):
+        hint += f"\nThese are checked with the whole function alone: numpy_function{_places(calls)}"
     return hint
 
 
-def _places(program: Graph, wanted: Callable[[Occurrence], bool]) -> str:
-    return some(list(dict.fromkeys(at(found.origin) for found in program.find(wanted))), 4)
+def _places(found: Sequence[Occurrence]) -> str:
+    return some(list(dict.fromkeys(at(each.origin) for each in found)), 4)
 
 
 def _traced(

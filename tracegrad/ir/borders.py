@@ -19,7 +19,6 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad.ir.closed_over import not_differentiated
@@ -97,10 +96,8 @@ def _widen(node: Node, edits: Mapping[str, Edited]) -> Written:
     # Where to insert closed-over arrays: for each region, a position of its inputs and of operands.
     input_places = {n: len(g.inputs) for n, g in regions.items()}
     operand_places = dict.fromkeys(regions, len(node.inputs))
-    length: tuple[int, ...] = ()
     if primitive is _jax.SCAN:
         input_places["jaxpr"] = operand_places["jaxpr"] = _jax.scan_split(params)[0]
-        length = (params["length"],)
         params = _jax.wider_scan(node.equation, len(closed), len(tapped), len(shown))
     elif primitive in _jax.WHILES:
         conditions, bodies = params["cond_nconsts"], params["body_nconsts"]
@@ -120,8 +117,8 @@ def _widen(node: Node, edits: Mapping[str, Edited]) -> Written:
 
     def outer_port(n: str, port: Port) -> Port:
         aval = port.value.aval
-        if length and port.closed_over is None:
-            aval = jax.core.ShapedArray((*length, *aval.shape), aval.dtype)
+        if primitive is _jax.SCAN and port.closed_over is None:
+            aval = _jax.stacked_type(aval, params["length"])
         return Port(((node.key, n), *port.place), Value(aval), port.closed_over)
 
     outer_closed = [(n, outer_port(n, port)) for n, port in closed]
@@ -163,7 +160,7 @@ def _widen_region(
         if port_name == name:
             outputs.append(port.value)
         else:
-            zero = jax.make_jaxpr(lambda a=port.value.aval: jnp.zeros(a.shape, a.dtype))()
+            zero = jax.make_jaxpr(functools.partial(_jax.zeros_of, port.value.aval))()
             nodes += [node_of(each, function) for each in _jax.opened(zero).eqns]
             outputs += _jax.opened(zero).outvars
     return region.replace(nodes=nodes, inputs=inputs, outputs=outputs)

@@ -187,6 +187,10 @@ def source(*places: str) -> Selector:
 def where(predicate: Callable[[Occurrence], object]) -> Selector:
     """Selects single nodes for which a predicate is true.
 
+    If such a node is a call, a loop or a branch, the operations in its body lie within the match:
+    ``match.op("exp") & match.where(p)`` finds them, too. A predicate that also tests
+    ``.node.op == "exp"`` finds operations alone.
+
     Args:
       predicate: a function of an `Occurrence` (``.node``, ``.scope``, ``.origin``, ``.path``,
         ``.rule_around``).
@@ -197,7 +201,7 @@ def where(predicate: Callable[[Occurrence], object]) -> Selector:
     ['mul', 'sin']
     """
     if not callable(predicate):
-        raise TypeError(f"match.where takes a function of an Occurrence, not {predicate!r}")
+        raise TypeError(f"expected a selector or a function of an Occurrence, not {predicate!r}")
     return _Where(predicate)
 
 

@@ -28,7 +28,7 @@ class Selector(ABC):
 
     ``a & b`` finds the matches of `a` or `b` that lie within both, ``a | b`` the matches of `a` and
     of `b`, ``~a`` all single nodes outside of the matches of `a`. Selectors of one class with equal
-    parts are equal, so rules with equal selectors are equal.
+    parts are equal. Rules are not: each call of a function of `tracegrad.rules` makes another rule.
     """
 
     made_by = ""  # the name of the function that makes the selector, for its repr

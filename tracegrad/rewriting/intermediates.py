@@ -154,7 +154,7 @@ def intermediate_gradients(
 
     # The rules in force were applied here; the mark keeps enclosing code from applying them again.
     marked = under_rules_already(tapped.graph, to_result)
-    zeros = [jnp.zeros(port.value.aval.shape, port.value.aval.dtype) for port in tapped.ins]
+    zeros = [_jax.zeros_of(port.value.aval) for port in tapped.ins]
     with without_editing():
         cotangents, results = _jax.grad(marked, has_aux=True)(zeros)
     output = finish_call(program, call, results)

@@ -58,7 +58,8 @@ def _run_gradient(backward: Backward, seeds: Sequence[Any], targets: Sequence[An
 
 def _run_jacobian(backward: Backward, seeds: Sequence[Any], targets: Sequence[Any]) -> list[Any]:
     (target,) = targets
-    stacked = _map_rows(lambda seed: backward([seed]), _basis(target.shape, target))
+    zeros = jnp.zeros_like(target)  # split over devices as the target
+    stacked = _map_rows(lambda row: backward([row + zeros]), _basis(target.shape, target.dtype))
     return [None if ct is None else ct.reshape(*target.shape, *ct.shape[1:]) for ct in stacked]
 
 
@@ -67,9 +68,11 @@ def _run_batch_jacobian(
 ) -> list[Any]:
     (target,) = targets
     batch, *rest = target.shape
+    zeros = jnp.zeros_like(target)
     # One row of the basis seeds all examples at once: no example depends on another example.
     stacked = _map_rows(
-        lambda row: backward([jnp.broadcast_to(row, target.shape)]), _basis(rest, target)
+        lambda row: backward([jnp.broadcast_to(row, target.shape) + zeros]),
+        _basis(rest, target.dtype),
     )
     return [
         None if ct is None else jnp.moveaxis(ct, 1, 0).reshape(batch, *rest, *ct.shape[2:])
@@ -93,22 +96,21 @@ def _map_rows(fun: Callable[[Any], list[Any]], rows: Any) -> list[Any]:
     return [stacked.get(i) for i in range(count)]
 
 
-def _basis(shape: Sequence[int], like: Any) -> Any:
+def _basis(shape: Sequence[int], dtype: Any) -> Any:
     """Returns all arrays that are 1 at one element and 0 elsewhere, along a new first axis."""
     size = math.prod(shape)
-    return _jax.varying_as(jnp.eye(size, dtype=like.dtype).reshape(size, *shape), like)
+    return jnp.eye(size, dtype=dtype).reshape(size, *shape)
 
 
 def _ones(target: Any) -> Any:
-    aval = jax.typeof(target)
-    return _jax.varying_as(jnp.ones(aval.shape, aval.dtype), aval)
+    return jnp.ones_like(target, target.dtype)
 
 
 def _zeros(leading: Sequence[int], leaf: Any, skipped: int = 0) -> Any:
     return jnp.zeros((*leading, *leaf.shape[skipped:]), leaf.dtype)
 
 
-GRADIENT = Derivative(_run_gradient, lambda targets, leaf: _zeros((), leaf))
+GRADIENT = Derivative(_run_gradient, lambda targets, leaf: _jax.zeros_of(leaf.aval))
 SPARSE_GRADIENT = replace(GRADIENT, sparse=True)
 JACOBIAN = Derivative(_run_jacobian, lambda targets, leaf: _zeros(jnp.shape(targets[0]), leaf))
 BATCH_JACOBIAN = Derivative(

@@ -204,7 +204,7 @@ def gradients(
             found = [_colocate(g, of[-1]) for g, of in zip(found, reads, strict=True)]
         if unconnected is UnconnectedGradients.ZERO:
             found = [
-                jnp.zeros(x.shape, x.dtype) if g is None else g
+                _jax.zeros_of(x.aval) if g is None else g
                 for g, x in zip(found, sources, strict=True)
             ]
     return found

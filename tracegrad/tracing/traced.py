@@ -233,7 +233,8 @@ def trace(
         rule that would match only inside a `jax.grad` that was imported by name
         (``from jax import grad``) or made before the trace. This is decided for each signature,
         whatever was called before: give ``missing_ok=True`` to a rule that only some static
-        values need.
+        values need. Another rule compiles `fun` again, even if it was made from equal arguments:
+        make rules outside of the training loop.
       memory_budget: the bytes that may be live at once in a gradient (``"2GiB"``, an int), or a
         share of the bytes without recompute (``0.4``, ``"40%"``). As much is recomputed as the
         budget needs, at the least cost that is found; see `tracegrad.plan_recompute`. The budget

@@ -84,11 +84,11 @@ def is_in_scan(path: Path) -> bool:
 
 
 def zeros_of(value: Any) -> Any:
-    return jnp.zeros(value.aval.shape, value.aval.dtype)
+    return _jax.zeros_of(value.aval)
 
 
 def or_zeros(ct: Any, like: Any) -> Any:
-    return jnp.zeros(jnp.shape(like), jnp.result_type(like)) if ct is None else ct
+    return jnp.zeros_like(like, jnp.result_type(like)) if ct is None else ct
 
 
 def first_of(given: Sequence[Any]) -> Any:
