@@ -457,11 +457,13 @@ def test_complex_numbers_follow_jax():
 
 def test_a_variable_moves_at_every_read_also_after_an_assignment():
     v, still = Variable(3.0), Variable(2.0)
+    before = v.value
     with ForwardAccumulator(v, 1.0) as accumulator:
         y1 = v * v
+        of_before = before * 2.0
         v.assign(5.0)
         y2 = jnp.sin(v) * still
-    assert accumulator.jvp(y1) == 6.0
+    assert (accumulator.jvp(y1), accumulator.jvp(of_before)) == (6.0, None)
     np.testing.assert_allclose(accumulator.jvp(y2), 2 * np.cos(5.0))
     assert accumulator.jvp(v) == 1.0
     assert accumulator.jvp(still) is None
