@@ -240,9 +240,12 @@ def test_effects_happen_once():
     np.testing.assert_allclose(found, jax.jvp(function, (X,), (V,))[1])
 
 
-def test_a_host_call_in_a_loop_is_not_made_again():
+def test_a_host_call_is_made_once_for_each_call_and_in_a_loop_it_is_not_made_again():
     calls, like = [], jax.ShapeDtypeStruct((), jnp.float64)
     count = lambda: np.float64(calls.append(None) or len(calls))  # noqa: E731
+    counted = jax.jit(lambda x: x * io_callback(count, like))
+    assert [along(counted, jnp.asarray(7.0), 1.0) for _ in range(3)] == [1.0, 2.0, 3.0]
+    calls.clear()
     x = jnp.asarray(X)
     with ForwardAccumulator(x, jnp.asarray(V)), pytest.raises(NotImplementedError):
         lax.scan(lambda c, a: (c * a * io_callback(count, like), None), 1.0, x)
