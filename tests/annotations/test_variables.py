@@ -48,6 +48,7 @@ def test_the_gradient_function_is_differentiated_through_the_variables_too():
 )
 def test_traced_they_run_once_and_are_given_the_variables_that_time(slope):
     v, w = Variable(3.0, name="v"), Variable(5.0, name="w")
+    frozen = Variable(2.0, trainable=False)
     runs = []
 
     @tg.custom_gradient
@@ -58,7 +59,7 @@ def test_traced_they_run_once_and_are_given_the_variables_that_time(slope):
             runs.append([variable.name for variable in variables])
             return dy * v * w, [dy * x]
 
-        return x * v, grad
+        return x * v * frozen, grad
 
     assert float(slope(f)(jnp.float32(2.0))) == 15.0
     assert runs == ["f", ["v"]]  # and not w, of which y is no function

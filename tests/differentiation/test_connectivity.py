@@ -178,6 +178,7 @@ def looked_up(table, where):
         pytest.param(swapped, (1.0, 2.0), [[0, 1], [0, 1]], id="zeros of a rule, which are some"),
         pytest.param(by_the_second, (1.0, 2.0), [[1]], id="custom_jvp"),
         pytest.param(written_to_a_ref, (X, 1.0), [[0]], id="values written to a Ref"),
+        pytest.param(lambda *xs: lax.optimization_barrier(xs), (X, 1.0), [[0], [1]], id="barrier"),
     ],
 )
 def test_what_is_connected_is_that_by_which_a_derivative_goes(fun, args, expected):

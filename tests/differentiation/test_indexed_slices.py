@@ -418,6 +418,7 @@ def test_arithmetic_is_that_of_the_dense_array():
          "their shapes differ"),
         (lambda: SLICES + IndexedSlices(jnp.ones((1, 2), "float16"), jnp.array([0]), (4, 2)),
          TypeError, "their dtypes differ"),
+        (lambda: SLICES + "no", TypeError, "unsupported operand"),
         (lambda: SLICES + jnp.ones(2), ValueError, r"an array \[2\]"),
         (lambda: SLICES + jnp.ones((4, 2), "float16"), TypeError, "an array of float16"),
         (lambda: SLICES * jnp.ones(2), TypeError, None),

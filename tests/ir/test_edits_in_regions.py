@@ -13,14 +13,17 @@ pytestmark = pytest.mark.both_jax
 
 
 def multiply(graph, occurrence, by):
-    """The graph with ``v * by`` behind a node; `by` may be a tracer."""
+    """The graph with ``v * sum(by)`` behind a node; `by` may be a tracer."""
     return multiply_all(graph, [occurrence], by)
 
 
 def multiply_all(graph, occurrences, by):
     return around_each(
-        graph, occurrences, lambda op, *operands: [y * by for y in op.results(*operands)]
+        graph, occurrences, lambda op, *operands: [y * jnp.sum(by) for y in op.results(*operands)]
     ).graph
+
+
+THREE = jnp.array([1.0, 2.0])  # in sum; a scalar would be a number in the program
 
 
 def sine_inside(graph):
@@ -62,7 +65,7 @@ def test_an_edit_in_a_region_acts_under_every_transformation(name, run, factor):
 
     def by_edit(x, by):
         graph = tg.graph(lambda x: program(lambda v: jnp.sin(v), x), x)
-        graph = multiply(graph, sine_inside(graph), 3.0 if factor == "a constant" else by)
+        graph = multiply(graph, sine_inside(graph), THREE if factor == "a constant" else by)
         if factor == "a constant":
             graph.verify()
         return graph.to_callable()(x)

@@ -117,3 +117,7 @@ def test_a_graph_that_is_called_as_its_function_says_how_it_is_called():
     for arguments in [({"a": 1.0, "b": 2.0}, 3.0), (1.0, 2.0, 3.0, 4.0)]:
         with pytest.raises(TypeError, match=r"takes 3 arrays, . were given.*to_callable\(\)"):
             graph(*arguments)
+    region = tg.graph(jax.jit(jnp.sin), jnp.ones(2)).nodes[0].region("jaxpr").to_callable()
+    for arguments, says in [((), "takes 1 arrays, 0"), ((jnp.ones(3),), r"f32\[2\].*f32\[3\]")]:
+        with pytest.raises(TypeError, match=says):
+            region(*arguments)

@@ -398,7 +398,7 @@ def test_scopes_called_like_transformations_are_only_scopes(name):
         np.testing.assert_allclose(jax.grad(tg.rewrite(f, rule))(X), 3 * COS, rtol=1e-6)
         step = tg.trace(tg.grad(f), rules=[rule])
         np.testing.assert_allclose(step(X), 3 * COS, rtol=1e-6)
-        with pytest.raises(tg.GraphError, match="JAX has differentiated already"):
+        with pytest.raises(tg.GraphError, match="JAX has differentiated already, where"):
             tg.rewrite(jax.grad(f), rules.scale_gradient(match.op("cos"), 3.0))(X)
     _, values = tg.intermediates(f, X, where=SIN)
     assert list(values) == [f"{name}/sin"]

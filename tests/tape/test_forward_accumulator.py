@@ -240,9 +240,12 @@ def test_effects_happen_once():
     np.testing.assert_allclose(found, jax.jvp(function, (X,), (V,))[1])
 
 
-def test_a_host_call_in_a_loop_is_not_made_again():
+def test_a_host_call_is_made_once_for_each_call_and_in_a_loop_it_is_not_made_again():
     calls, like = [], jax.ShapeDtypeStruct((), jnp.float64)
     count = lambda: np.float64(calls.append(None) or len(calls))  # noqa: E731
+    counted = jax.jit(lambda x: x * io_callback(count, like))
+    assert [along(counted, jnp.asarray(7.0), 1.0) for _ in range(3)] == [1.0, 2.0, 3.0]
+    calls.clear()
     x = jnp.asarray(X)
     with ForwardAccumulator(x, jnp.asarray(V)), pytest.raises(NotImplementedError):
         lax.scan(lambda c, a: (c * a * io_callback(count, like), None), 1.0, x)
@@ -457,11 +460,13 @@ def test_complex_numbers_follow_jax():
 
 def test_a_variable_moves_at_every_read_also_after_an_assignment():
     v, still = Variable(3.0), Variable(2.0)
+    before = v.value
     with ForwardAccumulator(v, 1.0) as accumulator:
         y1 = v * v
+        of_before = before * 2.0
         v.assign(5.0)
         y2 = jnp.sin(v) * still
-    assert accumulator.jvp(y1) == 6.0
+    assert (accumulator.jvp(y1), accumulator.jvp(of_before)) == (6.0, None)
     np.testing.assert_allclose(accumulator.jvp(y2), 2 * np.cos(5.0))
     assert accumulator.jvp(v) == 1.0
     assert accumulator.jvp(still) is None

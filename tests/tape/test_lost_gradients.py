@@ -119,6 +119,15 @@ def test_nothing_is_said_where_what_it_returns_is_stopped():
         np.testing.assert_allclose(got, PARTIAL, rtol=1e-6)
 
 
+def test_of_several_arrays_only_those_whose_gradient_is_lost_are_told_of():
+    def f(w, v):
+        return jax.jit(lambda x: scaled_by(w)(x) + tg.stop_gradient(scaled_by_keyword(x, w=v)))(X)
+
+    with pytest.warns(UserWarning, match=WARNED) as said:
+        derivatives.by_tape(lambda w, v: jnp.sum(f(w, v)) * w * v, W, W + 1)
+    assert len(said) == 1
+
+
 def test_it_is_named_as_the_user_names_it():
     names = {"variable": "'w'", "keyword": "keyword argument 'w'", "attribute": "'self.w'"}
     for form, name in names.items():

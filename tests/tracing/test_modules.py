@@ -208,6 +208,7 @@ def test_variables_alone_those_of_trees_and_plain_arrays_are_state():
         mixed.tree.set_value({**mixed.tree.get_value(), "b": mixed.array[0]})
 
     variable, mixed = nnx.Param(jnp.zeros(3)), Mixed()
+    assert {"mixed.tree.a", "mixed.tree.b"} < set(step.graph(variable, mixed).hints)
     for _ in range(2):
         step(variable, mixed)
     assert_same([variable[...], mixed.array], [[2, 2, 2], [5, 5]])

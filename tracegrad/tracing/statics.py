@@ -112,8 +112,6 @@ def _hash_of(leaf: Any) -> int:
 
 def _is_same(one: Any, other: Any) -> bool:
     """Of one type, too: 1 == 1.0 == True."""
-    if one is other:
-        return True
     if type(one) is not type(other):
         return False
     if isinstance(one, (float, complex)):
