@@ -19,16 +19,13 @@ ReplacedPlace = tuple[Any, str, Callable[[Function], Any]]
 _INHERITED: Any = object()
 
 
-def _read_function(owner: Any, name: str) -> Any:
-    return vars(owner).get(name, _INHERITED)
-
-
-def _write_function(owner: Any, name: str, function: Any) -> None:
+def _set_functions(functions: Mapping[tuple[Any, str], Any]) -> None:
     # `type`'s own methods, because a metaclass may forbid setting and deleting attributes.
-    if function is _INHERITED:
-        (type.__delattr__ if isinstance(owner, type) else delattr)(owner, name)
-    else:
-        (type.__setattr__ if isinstance(owner, type) else setattr)(owner, name, function)
+    for (owner, name), function in functions.items():
+        if function is _INHERITED:
+            (type.__delattr__ if isinstance(owner, type) else delattr)(owner, name)
+        else:
+            (type.__setattr__ if isinstance(owner, type) else setattr)(owner, name, function)
 
 
 class Replacement:
@@ -39,13 +36,14 @@ class Replacement:
     function, the first replacement stays. After the last user, all originals are back.
 
     Args:
-      read, write: read and set a function by its owner and name.
+      read: returns the function of an owner and a name.
+      write: sets functions, given by their owners and names.
     """
 
     def __init__(
         self,
-        read: Callable[[Any, str], Any] = _read_function,
-        write: Callable[[Any, str, Any], None] = _write_function,
+        read: Callable[[Any, str], Any] = lambda owner, name: vars(owner).get(name, _INHERITED),
+        write: Callable[[Mapping[tuple[Any, str], Any]], None] = _set_functions,
     ) -> None:
         self._read, self._write = read, write
         self._lock = threading.Lock()
@@ -73,8 +71,7 @@ class Replacement:
                     is_inherited = original is _INHERITED
                     new[owner, name] = make(getattr(owner, name) if is_inherited else original)
             self._originals |= originals
-            for place, function in new.items():
-                self._write(*place, function)
+            self._write(new)
             self._user_count += 1
 
     def put_back(self) -> None:
@@ -82,8 +79,7 @@ class Replacement:
         with self._lock:
             self._user_count -= 1
             if not self._user_count:
-                for place, original in self._originals.items():
-                    self._write(*place, original)
+                self._write(self._originals)
                 self._originals.clear()
 
 
@@ -100,5 +96,9 @@ def settings(
     def place(name: str, value: Any) -> ReplacedPlace:
         return jax.config, name, lambda old: old if unless_set and old is not None else value
 
-    replacement = Replacement(getattr, lambda config, name, value: config.update(name, value))
+    def update(settings: Mapping[tuple[Any, str], Any]) -> None:
+        for (config, name), value in settings.items():
+            config.update(name, value)
+
+    replacement = Replacement(getattr, update)
     return functools.partial(replacement.in_place, [place(*each) for each in values.items()])
