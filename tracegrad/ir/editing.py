@@ -168,7 +168,7 @@ def behind_each(
     matches: Sequence[Occurrence],
     behind: WritesBehind,
     *,
-    selects: Callable[[Value], bool],
+    selects: Callable[[Value], bool] = lambda value: True,
     tapped: bool = False,
     depends_on: Callable[[Occurrence], Hashable] = _depends_on_nothing,
 ) -> Edited:
@@ -179,7 +179,7 @@ def behind_each(
     Args:
       behind: ``behind(match)`` returns a function; the function takes the value (and, if `tapped`,
         a tap of the value's type) and returns an array of the value's type.
-      selects: whether to replace a value.
+      selects: whether to replace a value; by default all values are replaced.
       tapped: whether the function gets a tap for each value.
 
     Returns, raises: as `around_each`.
