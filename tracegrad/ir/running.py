@@ -39,20 +39,14 @@ def _run_refusing_derivatives(op: Op, *operands: Any) -> list[Any]:
 
 
 def run_nodes(
-    graph: Graph,
-    args: Sequence[Any],
-    *,
-    instead: Mapping[Node, Callable[[list[Any]], Sequence[Any]]],
+    graph: Graph, args: Sequence[Any], run: Callable[[Node, list[Any]], Sequence[Any]]
 ) -> dict[Value, Any]:
-    """Runs the nodes of a graph in order; returns arrays for all its values. `args` are the arrays
-    for the graph's inputs. For some nodes, `instead` has a function that runs in place of the
-    node."""
+    """Runs the nodes of a graph in order by ``run(node, operands)``; returns arrays for all values
+    of the graph. `args` are the arrays for its inputs."""
     values: dict[Value, Any] = dict(graph.constants)
     values.update(zip(graph.inputs, args, strict=True))
     for node in graph.nodes:
-        operands = read(node.inputs, values)
-        run = instead.get(node)
-        results = run_node(node, operands) if run is None else run(operands)
+        results = run(node, read(node.inputs, values))
         values.update(zip(node.outputs, results, strict=True))
     return values
 

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from tracegrad.ir import CustomGradient, Graph, Value, operations
-from tracegrad.ir.running import read, run_node
+from tracegrad.ir import CustomGradient, Graph, Node, operations
+from tracegrad.ir.running import read, run_node, run_nodes
 from tracegrad.planning.compiled import written_by
 from tracegrad.planning.costs import nbytes
 from tracegrad.planning.hlo import Module
@@ -53,12 +53,13 @@ def without_compiling(graph: Graph) -> Fusion:
 
 def evaluate_in_scopes(graph: Graph, args: Sequence[Any]) -> list[Any]:
     """Runs a graph as `run_graph` does, with each node in a named scope of its own."""
-    values: dict[Value, Any] = {**graph.constants, **dict(zip(graph.inputs, args, strict=True))}
-    for number, node in enumerate(graph.nodes):
-        with jax.named_scope(f"{_SCOPE}{number}"):
-            results = run_node(node, read(node.inputs, values))
-        values.update(zip(node.outputs, results, strict=True))
-    return read(graph.outputs, values)
+    numbers = itertools.count()
+
+    def run_in_scope(node: Node, operands: list[Any]) -> list[Any]:
+        with jax.named_scope(f"{_SCOPE}{next(numbers)}"):
+            return run_node(node, operands)
+
+    return read(graph.outputs, run_nodes(graph, args, run_in_scope))
 
 
 def read_fates(graph: Graph, compiled: Module, examples: int = 1, devices: int = 1) -> Fusion:

@@ -12,7 +12,6 @@ the rest.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -92,16 +91,18 @@ class MeasuredPass(Collector):
         """Runs a graph node by node, through its regions; returns its outputs, and the values that
         the reverse pass needs."""
         inner: dict[Node, Any] = {}
-        instead: dict[Node, Callable[[list[Any]], list[Any]]] = {}
-        for node in graph.nodes:
+
+        def run(node: Node, operands: list[Any]) -> list[Any]:
             here = Occurrence(path, node)
             if self.is_muted and node.effects and not node.outputs:
-                instead[node] = lambda operands: []  # its effect has already happened
-            elif is_entered(node):
-                instead[node] = functools.partial(self._enter, here, inner)
-            elif self.detail is Detail.ALL:
-                instead[node] = functools.partial(self._run_and_measure, here)
-        values = run_nodes(graph, args, instead=instead)
+                return []  # its effect has already happened
+            if is_entered(node):
+                return self._enter(here, inner, operands)
+            if self.detail is Detail.ALL:
+                return self._run_and_measure(here, operands)
+            return run_node(node, operands)
+
+        values = run_nodes(graph, args, run)
         return read(graph.outputs, values), Kept(values, inner)
 
     def _run_and_measure(self, here: Occurrence, operands: list[Any]) -> list[Any]:
