@@ -20,7 +20,7 @@ from tracegrad.insight.raising import Arithmetic, in_double
 from tracegrad.ir import CustomGradient, Graph, Occurrence, has_gradient
 from tracegrad.ir.authors import code_of_rule, is_jaxs_rule
 from tracegrad.ir.borders import why_not_widened
-from tracegrad.ir.editing import Op, around_each, place_of
+from tracegrad.ir.editing import Op, around_each, by_match
 from tracegrad.ir.frames import OF_HOST_CALL
 from tracegrad.ir.occurrence import origin_of_function
 from tracegrad.tracing.rule_errors import words_at
@@ -56,11 +56,8 @@ def operands_in(
     edited = around_each(program, rules, show)
     values = (variable.value for variable in program.variables)
     outs = arithmetic.run_graph(edited.graph, [*leaves, *values])[len(program.outputs) :]
-    shown: dict[Any, list[Any]] = {}
-    for port, array in zip(edited.outs, outs, strict=True):
-        shown.setdefault(port.place, []).append(jnp.asarray(array))
-    found = {rule: shown[place_of(rule)] for rule in rules}
-    return {rule: arrays for rule, (ran, *arrays) in found.items() if ran.size and ran.all()}
+    found = zip(rules, by_match(rules, edited.outs, list(map(jnp.asarray, outs))), strict=True)
+    return {rule: arrays for rule, (ran, *arrays) in found if ran.size and ran.all()}
 
 
 def check_rules(

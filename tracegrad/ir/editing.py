@@ -235,6 +235,16 @@ def show_each(graph: Graph, matches: Sequence[Occurrence]) -> Edited:
     return _edit_matches(graph, matches, show_at, lambda match: match)
 
 
+def by_match(
+    matches: Sequence[Occurrence], ports: Sequence[Port], arrays: Sequence[Any]
+) -> list[list[Any]]:
+    """Returns, for each match, the arrays of its ports."""
+    found: dict[Place, list[Any]] = {place_of(match): [] for match in matches}
+    for port, array in zip(ports, arrays, strict=True):
+        found[port.place].append(array)
+    return [found[place_of(match)] for match in matches]
+
+
 def _to_list(results: Any) -> list[Any]:
     return list(results) if isinstance(results, (tuple, list)) else [results]
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from tracegrad import _jax
 from tracegrad.ir import Graph, GraphError, Occurrence, has_gradient, scopes
-from tracegrad.ir.editing import behind_each, place_of, show_each
+from tracegrad.ir.editing import behind_each, by_match, show_each
 from tracegrad.ir.node_groups import refuse_references
 from tracegrad.ir.occurrence import is_under_rules
 from tracegrad.ir.running import run_graph
@@ -72,7 +72,7 @@ def intermediates(
     call = CallPacker()(args, kwargs)
     results = _run_program(wide.graph, call)
     output = finish_call(program, call, results)
-    return output, _by_match(matches, wide.outs, results[len(program.outputs) :])
+    return output, _arrays_by_name(matches, wide.outs, results[len(program.outputs) :])
 
 
 @tool
@@ -158,7 +158,7 @@ def intermediate_gradients(
     with without_editing():
         cotangents, results = _jax.grad(marked, has_aux=True)(zeros)
     output = finish_call(program, call, results)
-    return output, _by_match(matches, tapped.ins, cotangents)
+    return output, _arrays_by_name(matches, tapped.ins, cotangents)
 
 
 def _refuse_differentiated(asked: str, matches: Sequence[Occurrence]) -> None:
@@ -171,14 +171,11 @@ def _refuse_differentiated(asked: str, matches: Sequence[Occurrence]) -> None:
             )
 
 
-def _by_match(
+def _arrays_by_name(
     matches: Sequence[Occurrence], ports: Sequence[Port], arrays: Sequence[Any]
 ) -> dict[str, Any]:
     """Returns the arrays of ports by the names of their matches; several of one as a tuple."""
-    found: dict[Any, list[Any]] = {place_of(match): [] for match in matches}
-    for port, array in zip(ports, arrays, strict=True):
-        found[port.place].append(array)
-    of_matches = (found[place_of(match)] for match in matches)
+    of_matches = by_match(matches, ports, arrays)
     values = [each[0] if len(each) == 1 else tuple(each) for each in of_matches]
     return dict(zip(place_names(matches), values, strict=True))
 
