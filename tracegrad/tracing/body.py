@@ -109,8 +109,10 @@ class Body:
         flat = jax.tree.leaves(PackedCall(args, kwargs, self._static).dynamic)
         if graph is None or traced.use is not use:  # new types, or `jax.disable_jit`
             raise Untraced
-        types = graph.program.in_avals[: len(graph.program.in_avals) - len(graph.variables)]
-        if len(types) == len(flat) and list(types) != list(map(_jax.type_of, flat)):
+        types = list(graph.program.in_avals)
+        del types[len(types) - len(graph.variables) :]
+        # If the numbers differ, an argument is a part of a reference, which the graph refuses.
+        if len(types) == len(flat) and types != list(map(_jax.type_of, flat)):
             raise Untraced  # the trace is of a call around this one
         traced.graph = None
         of_variable = dict(zip([id(ref()) for ref in use.values], values, strict=True))

@@ -18,11 +18,7 @@ from typing import Any
 from tracegrad import _jax
 from tracegrad.ir.occurrence import Origin, calling_line
 from tracegrad.variables import kept_programs
-from tracegrad.variables.cut_gradients import (
-    cut_gradient,
-    warn_if_cut,
-    warn_of_cut,
-)
+from tracegrad.variables.cut_gradients import cut_gradient, warn_if_cut, warn_of_cut
 from tracegrad.variables.listening import Listener, start_listening, stop_listening
 from tracegrad.variables.variable import Variable
 

@@ -16,7 +16,7 @@ from tracegrad import _jax
 from tracegrad.insight.explaining import by_rule
 from tracegrad.insight.explaining.observed import Observed
 from tracegrad.insight.explaining.statistics import norms_of_rule
-from tracegrad.insight.explaining.visits import Visit, is_in_scan, or_zeros, zeros_of
+from tracegrad.insight.explaining.visits import Visit, is_in_scan, or_zeros
 from tracegrad.insight.explanation import Finding, number_text
 from tracegrad.insight.raising import can_trace_faces
 from tracegrad.ir import CustomGradient, Graph, Node, Occurrence, Value, has_gradient
@@ -121,7 +121,7 @@ def look_into_rule(measured: MeasuredPass, visit: Visit) -> None:
     node, operands = visit.here.node, visit.operands
     assert isinstance(node, CustomGradient)
     flowing = [
-        zeros_of(v) if ct is None else ct
+        _jax.zeros_of(v.aval) if ct is None else ct
         for v, ct in zip(node.outputs, visit.given, strict=True)
         if has_gradient(v)
     ]
@@ -137,7 +137,7 @@ def look_into_rule(measured: MeasuredPass, visit: Visit) -> None:
         return
     rule, path = node.face("jvp"), visit.here.into("jvp")
     has_tangent = [has_gradient(v) for v in node.inputs]
-    tangents = [zeros_of(v) for v, has in zip(node.inputs, has_tangent, strict=True) if has]
+    tangents = [_jax.zeros_of(v.aval) for v in node.inputs if has_gradient(v)]
     with measured.mute():
         _, values = measured.forward(rule, [*operands, *tangents], path)
     which = [w for w, has in zip(visit.wanted, has_tangent, strict=True) if has]

@@ -83,10 +83,6 @@ def is_in_scan(path: Path) -> bool:
     return any(around.primitive is _jax.SCAN for around, _ in path)
 
 
-def zeros_of(value: Any) -> Any:
-    return _jax.zeros_of(value.aval)
-
-
 def or_zeros(ct: Any, like: Any) -> Any:
     return jnp.zeros_like(like, jnp.result_type(like)) if ct is None else ct
 
